@@ -1,0 +1,3 @@
+from stretto.cli import main
+
+main()

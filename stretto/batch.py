@@ -1,0 +1,85 @@
+"""What the data hands to the model: sequences as one flat run of tokens, plus where each one begins and ends.
+
+Shapes: T tokens in all, N sequences, S the longest. Packed is the native form: no padding, T = sum of lengths.
+Dense is the special case in which the T tokens are a rectangle of N rows of S; a dense batch may be padded on the
+right, and then carries the real lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100  # a label that is not to be predicted
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How T tokens split into N sequences of at most `max_len`."""
+
+    offsets: Tensor  # int32 [N + 1], packed: sequence i is tokens[offsets[i] : offsets[i + 1]]; may end in empty ones
+    max_len: int
+    dense: bool = False  # the tokens are a rectangle [N, max_len]
+    lengths: Tensor | None = None  # int32 [N], dense only: real tokens per row; None: every row is full
+
+    @property
+    def num_sequences(self) -> int:
+        return self.offsets.shape[0] - 1
+
+
+def dense_layout(rows: int, length: int, lengths: Tensor | None = None, device: Any = None) -> Layout:
+    offsets = torch.arange(rows + 1, dtype=torch.int32, device=device) * length
+    return Layout(offsets, length, dense=True, lengths=lengths)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T], restarting at 0 in each sequence
+    layout: Layout
+    types: Tensor | None = None  # int64 [T], token types; None: all 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the host knows of a batch without asking the device."""
+
+    tokens: int  # real tokens the model reads (target tokens, for translation; image patches, for images)
+    slots: int  # the same with padding
+    labels: int  # positions that are predicted
+    pairs: int  # (query, key) pairs of self attention in the main stack, before any causal mask
+    source_tokens: int = 0
+    source_pairs: int = 0
+    cross_pairs: int = 0
+
+    @property
+    def padding(self) -> float:
+        return 1.0 - self.tokens / max(self.slots, 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. Which fields are set depends on the kind of model."""
+
+    labels: Tensor  # int64 [T], or [M] when label_at says where, or [N] for classes
+    counts: Counts
+    samples: tuple[int, ...]  # ids of the samples, in order: what a resumed or split run is compared by
+    inputs: Sequences | None = None  # text
+    label_at: Tensor | None = None  # int64 [M]: labels are for these tokens only (masked LM)
+    source: Sequences | None = None  # what the encoder of an encoder-decoder reads
+    pixels: Tensor | None = None  # float [N, C, H, W]
+
+    def to(self, device: torch.device) -> Batch:
+        pin = device.type == "cuda"
+        return _map_tensors(self, lambda t: (t.pin_memory() if pin else t).to(device, non_blocking=True))
+
+
+def _map_tensors(value: Any, fn: Any) -> Any:
+    if isinstance(value, Tensor):
+        return fn(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: _map_tensors(getattr(value, item.name), fn) for item in fields(value)})
+    return value

@@ -1,0 +1,221 @@
+"""Checkpoints: save, verify, publish, load, retire.
+
+    checkpoints/step-00000020/model.safetensors      weights, whole tensors under their state-dict names
+                              optimizer.safetensors  moments, as "exp_avg/NAME"
+                              state.json             step and whatever else the trainer wants back
+                              manifest.json          size and SHA-256 of the others
+    checkpoints/best.json                            which step evaluated best
+
+A checkpoint is written into a temporary folder, flushed to the disk and renamed in one instant, so a crash leaves the
+previous one or the new one, whole. One that does not match its manifest is never loaded. There is no pickle: reading
+a checkpoint cannot run code. Tensors are stored whole, so a run may resume on another number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from stretto.errors import CheckpointError
+from stretto.weights import put, take
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+_NAME = re.compile(r"step-(\d{8})")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run as whole tensors on the CPU."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    state: dict[str, Any]  # JSON
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Snapshot:
+    """Every process must call it: sharded tensors are gathered."""
+    weights = {name: take(value) for name, value in model.state_dict().items()}
+    moments = {
+        f"{key}/{name}": take(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    return Snapshot(weights, moments, state)
+
+
+def save(folder: Path, shot: Snapshot, keep: int) -> Path:
+    """Publishes a snapshot as `folder/step-N` and retires old ones. Only the main process calls it."""
+    step = int(shot.state["step"])
+    bad = [name for name, value in shot.weights.items() if value.is_floating_point() and not value.isfinite().all()]
+    if bad:
+        raise CheckpointError(f"refusing to save step {step}: {bad[0]} and {len(bad) - 1} more are not finite")
+    target = folder / f"step-{step:08d}"
+    if target.exists():
+        if find_damage(target) is None:
+            return target  # a stop right after a regular save
+        _discard(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob(".*"):
+        shutil.rmtree(stale, ignore_errors=True)  # what a crash left behind
+    draft = folder / f".new-{target.name}"
+    try:
+        _write(draft, shot)
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    _sync(folder)
+    _retire(folder, keep)
+    return target
+
+
+def _write(draft: Path, shot: Snapshot) -> None:
+    draft.mkdir()
+    save_file(shot.weights, draft / "model.safetensors")
+    save_file(shot.moments, draft / "optimizer.safetensors")
+    (draft / "state.json").write_text(json.dumps(shot.state, indent=1))
+    files = {name: {"size": (draft / name).stat().st_size, "sha256": _hash(draft / name)} for name in FILES}
+    manifest = {"format": 1, "step": shot.state["step"], "torch": torch.__version__, "files": files}
+    (draft / "manifest.json").write_text(json.dumps(manifest | {"seal": _seal(manifest)}, indent=1))
+    for name in (*FILES, "manifest.json"):
+        _sync(draft / name)
+    _sync(draft)
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """Why this checkpoint must not be loaded; None if it is whole."""
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        if manifest.pop("seal") != _seal(manifest):
+            return "manifest.json was changed"
+        for name in FILES:  # names come from here, never from the file: it cannot point elsewhere
+            entry = manifest["files"][name]
+            if (checkpoint / name).stat().st_size != entry["size"]:
+                return f"{name} has the wrong size"
+            if _hash(checkpoint / name) != entry["sha256"]:
+                return f"{name} does not match its SHA-256"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def steps(folder: Path) -> list[int]:
+    """The published steps, newest first."""
+    names = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
+    return sorted((int(name[1]) for name in names if name), reverse=True)
+
+
+def find_newest(folder: Path, say: Any = print) -> int | None:
+    """The newest step that verifies; damaged ones are named and passed over."""
+    for step in steps(folder):
+        damage = find_damage(folder / f"step-{step:08d}")
+        if damage is None:
+            return step
+        say(f"checkpoint of step {step} is damaged ({damage}): trying the one before")
+    return None
+
+
+def find_best(folder: Path, say: Any = print) -> int | None:
+    """The step that evaluated best, or the newest where nothing was evaluated."""
+    best = read_best(folder)
+    if best is not None and find_damage(folder / f"step-{best[0]:08d}") is None:
+        return best[0]
+    return find_newest(folder, say)
+
+
+def read_best(folder: Path) -> tuple[int, float] | None:
+    try:
+        value = json.loads((folder / "best.json").read_text())
+        return int(value["step"]), float(value["eval_loss"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_best(folder: Path, step: int, eval_loss: float) -> None:
+    draft = folder / ".new-best.json"
+    draft.write_text(json.dumps({"step": step, "eval_loss": eval_loss}))
+    _sync(draft)
+    draft.replace(folder / "best.json")
+
+
+def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
+    """Reads a checkpoint that `find_newest` or `find_best` has verified."""
+    checkpoint = folder / f"step-{step:08d}"
+    try:
+        return Snapshot(
+            load_file(checkpoint / "model.safetensors"),
+            load_file(checkpoint / "optimizer.safetensors") if moments else {},
+            json.loads((checkpoint / "state.json").read_text()),
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
+
+
+def restore_weights(model: nn.Module, shot: Snapshot) -> None:
+    current = model.state_dict()
+    differences = [f"missing: {name}" for name in current.keys() - shot.weights.keys()]
+    differences += [f"not in the model: {name}" for name in shot.weights.keys() - current.keys()]
+    differences += [
+        f"{name} is {list(shot.weights[name].shape)}, the model's is {list(value.shape)}"
+        for name, value in current.items()
+        if name in shot.weights and shot.weights[name].shape != value.shape
+    ]
+    if differences:
+        raise CheckpointError("the checkpoint is of another model: " + "; ".join(sorted(differences)))
+    for name, value in current.items():
+        put(value, shot.weights[name])
+
+
+def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Snapshot) -> None:
+    names = dict(model.named_parameters())
+    for entry, value in shot.moments.items():
+        key, _, name = entry.partition("/")
+        parameter = names[name]
+        if value.ndim == 0:  # Adam's own step count
+            optimizer.state[parameter][key] = value.to(parameter.device)
+        else:
+            optimizer.state[parameter][key] = torch.empty_like(parameter, requires_grad=False)
+            put(optimizer.state[parameter][key], value)
+
+
+def _retire(folder: Path, keep: int) -> None:
+    """Keeps the newest `keep` and the best. Runs only after a new one is safely there."""
+    best = read_best(folder)
+    for step in steps(folder)[keep:]:
+        if best is None or step != best[0]:
+            _discard(folder / f"step-{step:08d}")
+
+
+def _discard(checkpoint: Path) -> None:
+    gone = checkpoint.with_name(f".gone-{checkpoint.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    checkpoint.rename(gone)  # in one instant: a half-deleted folder must never look like a checkpoint
+    shutil.rmtree(gone)
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,91 @@
+"""The command line: parse, call, exit code. Options live in recipes; everything heavy is imported when needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.errors import StrettoError
+
+app = typer.Typer(
+    help="Trains Transformers faster on the GPUs you have.", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+Run = Annotated[Path, typer.Argument(help="a run folder")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
+    override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint, if any")] = False,
+) -> None:
+    """Train what a recipe says; under torchrun, on several processes."""
+    from stretto.config import load_config
+    from stretto.recipes import find_recipe
+
+    config = load_config(find_recipe(recipe), override)  # before torch is imported: mistakes answer at once
+    from stretto.train import train as run
+
+    run(config, resume)
+
+
+@app.command("eval")
+def evaluate_run(run: Run, beam: Annotated[int, typer.Option(help="translation: beams per sentence")] = 4) -> None:
+    """Measure a trained run: loss, and BLEU or accuracy where the task has them."""
+    from stretto.evaluate import measure
+
+    for name, value in measure(run, beam).items():
+        typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="what to continue or translate")] = "",
+    input: Annotated[
+        Path | None, typer.Option(help="a text file with one prompt a line; an image or a folder of them")
+    ] = None,
+    max_new: Annotated[int, typer.Option(help="language models: most new tokens")] = 400,
+    temperature: Annotated[float, typer.Option(help="language models: 0 takes the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="how many tokens to sample from, or labels to print")] = 40,
+    beam: Annotated[int, typer.Option(help="translation: 1 is greedy")] = 4,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+) -> None:
+    """Let a trained run write, translate or label."""
+    import torch
+
+    from stretto.generate import produce
+    from stretto.trained import load_trained
+
+    trained = load_trained(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    for line in produce(trained, prompt, input, max_new, temperature, top_k, beam, seed):
+        typer.echo(line)
+
+
+@app.command()
+def report(run: Run) -> None:
+    """Write the run's report.html anew."""
+    from stretto.trained import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from stretto.recipes import list_recipes
+
+    for name, line in list_recipes().items():
+        typer.echo(f"{name:14} {line}")
+
+
+def main() -> None:
+    try:
+        app()
+    except StrettoError as error:
+        print(f"stretto: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

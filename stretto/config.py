@@ -1,0 +1,328 @@
+"""Every option there is. A recipe is a TOML file with these sections; `--set section.key=value` overrides one key.
+
+Sections are frozen dataclasses; each field's comment documents it. `load_config` refuses unknown keys and wrong
+types with one error that names the key and the nearest valid one. Only the standard library is imported here, so
+that reading a recipe is instant and can never run code.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from stretto.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/run"  # the run folder: config, events, checkpoints, report
+    seed: int = 0  # the only source of randomness: initial weights, data order, masking, dropout
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU if there is one
+    deterministic: bool = False  # only deterministic kernels: slower, bit-equal from run to run on a GPU too
+    timeout_s: float = 600.0  # no process waits longer than this for another one
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    task: Literal["causal", "masked", "translation", "images"] = "causal"
+    # Text: a file, a folder, "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging Face data set.
+    # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
+    # Images: a folder with one folder per class, or an .npz with arrays `images` and `labels`.
+    train: str = "python-stdlib"
+    eval: str = ""  # the same forms; empty: the last `held_out` share of `train`
+    test: str = ""  # translation: what `stretto eval` measures BLEU on; empty: the evaluation data
+    held_out: float = 0.02
+    suffix: str = ".py,.txt,.md"  # which files of a folder are text
+    languages: tuple[str, ...] = ()  # translation: ("en", "de") means from en to de
+    tokenizer: str = "bytes"  # "bytes", "bpe" (trained on the training data), or the path of a tokenizer.json
+    vocab: int = 8192  # size of a "bpe" tokenizer
+    cache: str = ""  # where token files are kept; empty: in the run folder. Name a folder to share it between runs
+    seq_len: int = 256  # text: tokens per window; translation: longest sentence, the rest is dropped
+    batch_size: int = 32  # text and images: sequences per micro-batch
+    max_tokens: int = 4096  # translation: tokens per micro-batch, on the longer side
+    # Text: True lets attention cross document ends (as GPT-2 was trained): every sequence is then seq_len long and
+    # dense kernels apply. False keeps documents apart.
+    join_documents: bool = False
+    layout: Literal["packed", "padded"] = "packed"  # padded wastes work; it is there to compare with
+    mask_share: float = 0.15  # masked: share of positions to predict
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    preset: str = ""  # a name from PRESETS; the other keys of this section then override it
+    kind: Literal["decoder", "encoder", "encoder-decoder", "vit"] = "decoder"
+    layers: int = 4  # of the encoder, or of the only stack
+    decoder_layers: int = 0  # encoder-decoder only; 0: as many as `layers`
+    width: int = 256
+    heads: int = 4
+    kv_heads: int = 0  # grouped KV heads; 0: as many as heads
+    mlp_width: int = 0  # 0: four times the width
+    vocab: int = 0  # 0: what the tokenizer has, rounded up to a multiple of 64
+    max_len: int = 1024  # size of the position table
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_order: Literal["pre", "post"] = "pre"
+    norm_eps: float = 1e-5
+    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu_tanh"
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
+    rope_theta: float = 10000.0
+    bias: bool = True
+    tied: bool = True  # the output layer shares the token embedding
+    embed_scale: bool = False  # multiply token embeddings by sqrt(width)
+    embed_norm: bool = False
+    token_types: int = 0  # segment embeddings, as BERT has
+    dropout: float = 0.0  # on embeddings and on each residual branch
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
+    label_smoothing: float = 0.0  # training only; torch's convention (the mass is spread over the whole vocabulary)
+    classes: int = 0  # encoder: a classification head instead of the masked-LM one. vit: 0 means from the data
+    image_size: int = 224
+    patch: int = 16
+    channels: int = 3
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "width", "heads", "max_len", "patch"):
+            _require(getattr(self, key) > 0, f"model.{key} must be positive")
+        _require(
+            self.width % self.heads == 0, f"model.width = {self.width} is not a multiple of model.heads = {self.heads}"
+        )
+        _require(
+            self.heads % (self.kv_heads or self.heads) == 0,
+            f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}",
+        )
+        _require(
+            self.positions != "rotary" or self.width // self.heads % 2 == 0,
+            "model.positions = 'rotary' needs an even head size (model.width / model.heads)",
+        )
+        for key in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
+            _require(0.0 <= getattr(self, key) < 1.0, f"model.{key} must be in [0, 1)")
+        _require(
+            self.kind != "vit" or self.image_size % self.patch == 0,
+            f"model.image_size = {self.image_size} is not a multiple of model.patch = {self.patch}",
+        )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = 1e-3  # the highest, reached after warm-up
+    min_lr: float = 0.1  # cosine and linear end at this share of lr
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
+    warmup: int = 100  # steps of linear warm-up
+    weight_decay: float = 0.1  # on matrices and tables; never on biases and norms
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip: float = 1.0  # global gradient norm; 0: no clipping
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1000
+    # Micro-batches per step over all processes, so that the global batch stays the same on any number of them.
+    # 0: one per process.
+    micro_batches: int = 0
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
+    compile: bool = False  # torch.compile
+    log_every: int = 10
+    eval_every: int = 0  # 0: only at the end
+    eval_batches: int = 20  # micro-batches per evaluation; 0: all there are
+    # What to do about a loss or gradient that is not finite. Its update is never applied, either way.
+    non_finite: Literal["stop", "skip"] = "stop"
+    sample: str = ""  # decoder: what the sample in the report begins with
+
+
+@dataclass(frozen=True)
+class TechniquesConfig:
+    """One key per technique; none is switched on unless its key is there."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    # How several processes share the work: each a whole copy of the model, or its weights split over them (FSDP2).
+    data: Literal["replicate", "shard"] = "replicate"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 0  # steps; 0: only at the end and when stopped
+    keep: int = 2  # how many of the newest to keep, besides the best
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    techniques: TechniquesConfig = field(default_factory=TechniquesConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        kinds = {"causal": "decoder", "masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
+        want = kinds[self.data.task]
+        _require(
+            self.model.kind == want,
+            f"data.task = {self.data.task!r} needs model.kind = {want!r}, not {self.model.kind!r}",
+        )
+        _require(
+            self.data.task != "translation" or len(self.data.languages) == 2,
+            'data.task = "translation" needs data.languages, such as ["en", "de"]',
+        )
+        _require(
+            self.model.kind == "vit" or self.model.positions == "rotary" or self.data.seq_len <= self.model.max_len,
+            f"data.seq_len = {self.data.seq_len} is longer than model.max_len = {self.model.max_len}",
+        )
+        _require(
+            self.model.kind != "encoder" or self.model.classes == 0,
+            "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
+        )
+        for key in ("steps", "log_every"):
+            _require(getattr(self.train, key) > 0, f"train.{key} must be positive")
+        for key in ("batch_size", "seq_len", "max_tokens"):
+            _require(getattr(self.data, key) > 0, f"data.{key} must be positive")
+        _require(self.checkpoint.keep >= 1, "checkpoint.keep must be at least 1")
+        _require(0.0 < self.data.held_out < 1.0, "data.held_out must be between 0 and 1")
+        _require(0.0 < self.data.mask_share < 1.0, "data.mask_share must be between 0 and 1")
+
+
+_GPT2 = {"kind": "decoder", "vocab": 50257, "max_len": 1024}
+_LLAMA = {
+    "kind": "decoder", "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "bias": False,
+}  # fmt: skip
+_BERT = {
+    "kind": "encoder", "vocab": 30522, "max_len": 512, "norm_order": "post", "norm_eps": 1e-12, "activation": "gelu",
+    "embed_norm": True, "token_types": 2, "dropout": 0.1, "attention_dropout": 0.1,
+}  # fmt: skip
+_TRANSFORMER = {
+    "kind": "encoder-decoder", "norm_order": "post", "activation": "relu", "positions": "sinusoidal",
+    "embed_scale": True, "dropout": 0.1, "label_smoothing": 0.1,
+}  # fmt: skip
+_VIT = {"kind": "vit", "activation": "gelu", "norm_eps": 1e-12, "classes": 1000}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2-small": _GPT2 | {"layers": 12, "width": 768, "heads": 12},
+    "gpt2-medium": _GPT2 | {"layers": 24, "width": 1024, "heads": 16},
+    "gpt2-large": _GPT2 | {"layers": 36, "width": 1280, "heads": 20},
+    "gpt2-xl": _GPT2 | {"layers": 48, "width": 1600, "heads": 25},
+    "gpt2-tiny": _GPT2 | {"layers": 2, "width": 64, "heads": 4, "vocab": 0, "max_len": 128},
+    "llama-1b": _LLAMA
+    | {"layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 8192, "vocab": 128256, "rope_theta": 5e5},
+    "llama-tiny": _LLAMA | {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 128},
+    "bert-base": _BERT | {"layers": 12, "width": 768, "heads": 12},
+    "bert-large": _BERT | {"layers": 24, "width": 1024, "heads": 16},
+    "bert-tiny": _BERT | {"layers": 2, "width": 64, "heads": 4, "vocab": 0, "max_len": 128},
+    "transformer-base": _TRANSFORMER | {"layers": 6, "width": 512, "heads": 8, "vocab": 37000},
+    "transformer-big": _TRANSFORMER | {"layers": 6, "width": 1024, "heads": 16, "vocab": 37000},
+    "transformer-tiny": _TRANSFORMER | {"layers": 2, "width": 64, "heads": 4, "max_len": 128},
+    "vit-base": _VIT | {"layers": 12, "width": 768, "heads": 12},
+    "vit-large": _VIT | {"layers": 24, "width": 1024, "heads": 16},
+    "vit-tiny": _VIT | {"layers": 2, "width": 64, "heads": 4, "classes": 0, "image_size": 32, "patch": 8},
+}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a recipe and applies `section.key=value` overrides."""
+    path = Path(path)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(tree, override)
+    return build_config(tree)
+
+
+def build_config(tree: Mapping[str, Any]) -> Config:
+    """The nested mapping of a recipe to a checked Config."""
+    sections = get_type_hints(Config)
+    for name, section in tree.items():
+        if name not in sections:
+            raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}")
+        if not isinstance(section, Mapping):
+            raise ConfigError(f"{name} must be a section: write [{name}] and its keys below")
+    return Config(**{name: _build_section(name, sections[name], tree.get(name, {})) for name in sections})
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as TOML; loading it gives an equal Config."""
+    lines: list[str] = []
+    for name, section in asdict(config).items():
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items()), ""]
+    return "\n".join(lines)
+
+
+def with_model(config: Config, **changes: Any) -> Config:
+    """A copy with model keys that only the data could tell (vocabulary, classes)."""
+    return replace(config, model=replace(config.model, **changes))
+
+
+def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(section)
+    known = {item.name: hints[item.name] for item in fields(section)}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown key {name}.{key}{_nearest(key, known)}")
+    preset = values.get("preset")
+    if name == "model" and preset:
+        if preset not in PRESETS:
+            raise ConfigError(f"model.preset = {preset!r} is not a preset{_nearest(str(preset), PRESETS)}")
+        values = PRESETS[preset] | dict(values)
+    return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in values.items()})
+
+
+def _convert(key: str, kind: Any, value: Any) -> Any:
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        if value not in choices:
+            raise ConfigError(f"{key} = {value!r} must be one of {', '.join(map(repr, choices))}")
+        return value
+    if get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{key} = {value!r} must be a list of strings")
+        return tuple(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:  # `bool` is an `int` to isinstance; a recipe that says `steps = true` is wrong
+        raise ConfigError(f"{key} = {value!r} must be of type {kind.__name__}, not {type(value).__name__}")
+    if kind is float and not abs(value) < float("inf"):
+        raise ConfigError(f"{key} = {value!r} must be finite")
+    return value
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"--set {override!r}: write section.key=value, for example train.steps=100")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # an unquoted string, which shells make hard to quote
+    target = tree.setdefault(section, {})
+    if not isinstance(target, dict):
+        raise ConfigError(f"{section} must be a section: write [{section}] and its keys below")
+    target[key] = value
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none yet'}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)  # TOML's strings, integers, booleans and arrays read JSON's
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)

@@ -1,0 +1,31 @@
+"""Data: text for causal and masked language models, sentence pairs for translation, images for classification.
+
+`open_data` gives numbered micro-batches; each is a pure function of the seed and its number, whatever was asked for
+before. Read stream.py for that contract, then text.py, pairs.py or images.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stretto.config import DataConfig
+from stretto.data.images import open_image_data, read_image
+from stretto.data.pairs import PairData, open_pair_data
+from stretto.data.stream import Data
+from stretto.data.text import open_text_data
+from stretto.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Data", "PairData", "Tokenizer", "load_tokenizer", "open_data", "read_image"]
+
+
+def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0) -> Data:
+    """Opens what the recipe's [data] names.
+
+    `folder` gets tokenizer.json, and the token files too unless `cfg.cache` names another place for them. Only images
+    need `image_size`.
+    """
+    if cfg.task == "images":
+        return open_image_data(cfg, seed=seed, image_size=image_size)
+    if cfg.task == "translation":
+        return open_pair_data(cfg, seed=seed, folder=folder)
+    return open_text_data(cfg, seed=seed, folder=folder)

@@ -1,0 +1,156 @@
+"""Where text comes from: files, folders, Python's own library, Hugging Face data sets.
+
+A corpus is a sequence of documents that can be read any number of times. Its fingerprint depends on the content
+alone, so that tokens made from it can be kept and found again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.data.files import NotTextError, open_text
+from stretto.errors import DataError
+
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+class Documents(ABC):
+    name: str
+    fingerprint: str
+    count: int
+    num_bytes: int
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[str]: ...
+
+    def _survey(self) -> None:
+        """Reads everything once to learn what it is: cheap next to tokenising, and it notices any change."""
+        digest = hashlib.sha256()
+        self.count = self.num_bytes = 0
+        for text in self:
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
+            digest.update(data)
+            self.count += 1
+            self.num_bytes += len(data)
+        self.fingerprint = digest.hexdigest()
+
+
+class FileDocuments(Documents):
+    """Each file is one document."""
+
+    def __init__(self, name: str, paths: Sequence[Path], *, skip_binary: bool) -> None:
+        self.name = name
+        self._paths = paths
+        self._skip_binary = skip_binary
+        self._survey()
+
+    def __iter__(self) -> Iterator[str]:
+        for path in self._paths:
+            try:
+                with open_text(path) as handle:
+                    text = handle.read()
+            except NotTextError:
+                if not self._skip_binary:
+                    raise
+            else:
+                yield text
+
+
+class LineDocuments(Documents):
+    """Each line of one file is one document."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        self._survey()
+
+    def __iter__(self) -> Iterator[str]:
+        with open_text(self._path) as handle:
+            for line in handle:
+                yield line.strip()
+
+
+class HubDocuments(Documents):
+    """The `text` column of a Hugging Face data set, whose own fingerprint spares reading all of it."""
+
+    def __init__(self, name: str, dataset: Any) -> None:
+        self.name = name
+        self.fingerprint = hashlib.sha256(dataset._fingerprint.encode()).hexdigest()
+        self.count = len(dataset)
+        self.num_bytes = dataset.data.nbytes
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[str]:
+        for rows in self._dataset.select_columns("text").iter(batch_size=1000):
+            yield from (text or "" for text in rows["text"])
+
+
+def open_documents(key: str, source: str, suffix: str) -> Documents:
+    """The corpus that `source` names; `key` is the setting it came from ("data.train")."""
+    if source.startswith("hf:"):
+        return _open_hub(key, source)
+    if source == "python-stdlib":
+        return FileDocuments(source, _find_library_files(), skip_binary=True)
+    path = Path(source)
+    if path.is_file():
+        return FileDocuments(path.name, [path], skip_binary=False)
+    if not path.is_dir():
+        raise DataError(f'{key} = {source!r}: there is no such file or folder (nor is it "python-stdlib" or "hf:...")')
+    paths = _find_files(path, tuple(part.strip() for part in suffix.split(",") if part.strip()))
+    documents = FileDocuments(path.name, paths, skip_binary=True)
+    if not documents.count:
+        raise DataError(f"{key} = {source!r}: no text file in it ends in one of data.suffix = {suffix!r}")
+    return documents
+
+
+def _find_files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
+    """The files below `folder` with these suffixes, not looking into folders with `skipped` names."""
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = set(folders) - skipped  # os.walk goes on into what is left in this list
+        found += (Path(parent, name) for name in names if name.removesuffix(".gz").endswith(suffixes))
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _find_library_files() -> list[Path]:
+    return _find_files(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_LIBRARY)
+
+
+def _open_hub(key: str, source: str) -> Documents:
+    splits = ("train",) if key == "data.train" else ("validation", "test")
+    dataset = _load_hub(key, source)
+    for split in splits:
+        if split in dataset:
+            if "text" not in dataset[split].column_names:
+                columns = ", ".join(dataset[split].column_names)
+                raise DataError(f"{key} = {source!r}: the data set has no column 'text', only {columns}")
+            return HubDocuments(f"{source} ({split})", dataset[split])
+    raise DataError(f"{key} = {source!r}: no split {' or '.join(splits)}, only {', '.join(dataset)}")
+
+
+def _load_hub(key: str, source: str) -> Any:
+    from datasets import load_dataset  # type: ignore[import-untyped]
+    from datasets.exceptions import DatasetsError  # type: ignore[import-untyped]
+
+    failure: Exception | None = None
+    for arguments in _readings(source.removeprefix("hf:")):
+        try:
+            return load_dataset(*arguments)
+        except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+            failure = failure or error
+    raise DataError(f"{key} = {source!r} cannot be loaded: {failure}") from failure
+
+
+def _readings(name: str) -> list[tuple[str, ...]]:
+    """What NAME[/CONFIG] may mean: names themselves may hold a slash ("owner/set"), and folders any number."""
+    head, slash, config = name.rpartition("/")
+    if Path(name).is_dir() or not slash:
+        return [(name,)]
+    return [(head, config)] if "/" in head else [(name,), (head, config)]

@@ -1,0 +1,62 @@
+"""Reading text, plain or gzipped, and writing files that are either whole or not there.
+
+Every failure a user can cause becomes a `DataError` that names the file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from stretto.errors import DataError
+
+
+class NotTextError(DataError):
+    """The file is there, but is not UTF-8: a folder of documents skips it, everything else reports it."""
+
+
+def find_text_file(key: str, path: Path) -> Path:
+    """`path`, or `path` with .gz added; `key` is the setting to name if there is neither."""
+    for candidate in (path, path.with_name(path.name + ".gz")):
+        if candidate.is_file():
+            return candidate
+    raise DataError(f"{key}: there is no file {path} (nor {path.name}.gz)")
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str]]:
+    """The text of a file. Only "\\n" ends a line, whatever other line separators Unicode knows."""
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as handle:
+            yield handle
+    except UnicodeDecodeError as error:
+        raise NotTextError(f"{path} is not UTF-8 text: convert it, or leave it out") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is not a whole gzip file ({error}): fetch it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Writes a file under another name and renames it when it is complete and on disk.
+
+    Several processes may write the same file at once: each one's rename is whole, and the last one stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with draft.open("w+b") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,176 @@
+"""Image classification: folders with one folder per class, or one .npz with arrays `images` and `labels`.
+
+Pixels reach the model as float32 [N, 3, image_size, image_size] between -1 and 1. Folders are decoded when a batch
+needs them; an .npz lies in memory as bytes.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from stretto.batch import Batch, Counts
+from stretto.config import DataConfig
+from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
+from stretto.errors import DataError
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+
+
+class Images(ABC):
+    names: tuple[str, ...]  # of the classes
+    labels: Int64s  # [number of images], places in `names`
+
+    def rename(self, names: tuple[str, ...]) -> None:
+        """Numbers the classes as another set does, which must have all of these."""
+        unknown = sorted(set(self.names) - set(names))
+        if unknown:
+            raise DataError(f"data.eval has classes that data.train has not: {', '.join(unknown)}")
+        self.labels = np.array([names.index(name) for name in self.names], np.int64)[self.labels]
+        self.names = names
+
+    @abstractmethod
+    def read(self, samples: Sequence[int], image_size: int) -> Tensor:
+        """float32 [N, 3, image_size, image_size] with values from 0 to 255."""
+
+
+class FolderImages(Images):
+    def __init__(self, key: str, folder: Path) -> None:
+        classes = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+        found = [sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES) for path in classes]
+        self.names = tuple(path.name for path in classes)
+        self.labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in found]).astype(np.int64)
+        self._paths = [path for paths in found for path in paths]
+        if not self._paths:
+            raise DataError(f"{key} = {str(folder)!r}: no images in it; it should have one folder of them per class")
+
+    def read(self, samples: Sequence[int], image_size: int) -> Tensor:
+        return torch.stack([_decode(self._paths[i], image_size) for i in samples])
+
+
+class ArrayImages(Images):
+    def __init__(self, key: str, path: Path) -> None:
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                images, labels = arrays["images"], arrays["labels"]
+                names = arrays.get("names")
+        except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+            raise DataError(f"{key}: {path} is not an .npz with arrays `images` and `labels`: {error}") from error
+        self._images = _check_images(f"{key}: {path}", images)
+        self.labels = _check_labels(f"{key}: {path}", labels, len(images))
+        num_classes = int(self.labels.max()) + 1
+        self.names = tuple(map(str, range(num_classes) if names is None else names))
+        if len(self.names) < num_classes:
+            raise DataError(f"{key}: {path} has labels up to {num_classes - 1} but only {len(self.names)} `names`")
+
+    def read(self, samples: Sequence[int], image_size: int) -> Tensor:
+        pixels = torch.from_numpy(self._images[list(samples)]).permute(0, 3, 1, 2).float()
+        if pixels.shape[2:] != (image_size, image_size):
+            size = (image_size, image_size)
+            pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
+        return pixels.expand(-1, 3, -1, -1)  # grey becomes three equal channels
+
+
+def _check_images(where: str, images: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    if images.ndim == 3:
+        images = images[..., None]
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] not in (1, 3) or not len(images):
+        raise DataError(
+            f"{where}: `images` must be uint8 of shape [N, H, W], [N, H, W, 1] or [N, H, W, 3],"
+            f" not {images.dtype} of shape {list(images.shape)}"
+        )
+    return images
+
+
+def _check_labels(where: str, labels: npt.NDArray[Any], count: int) -> Int64s:
+    if labels.shape != (count,) or labels.dtype.kind not in "iu" or labels.min() < 0:
+        raise DataError(f"{where}: `labels` must be {count} whole numbers from 0 on, one per image")
+    return labels.astype(np.int64)
+
+
+def read_image(path: Path, image_size: int) -> Tensor:
+    """One image file as the model sees it: float32 [3, image_size, image_size]."""
+    return _normalise(_decode(path, image_size))
+
+
+def _decode(path: Path, image_size: int) -> Tensor:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            resized = image.convert("RGB").resize((image_size, image_size), Image.Resampling.BICUBIC)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot read the image {path}: {error}") from error
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float()
+
+
+def _normalise(pixels: Tensor) -> Tensor:
+    return ((pixels / 255 - 0.5) / 0.5).contiguous()
+
+
+def open_image_data(cfg: DataConfig, *, seed: int, image_size: int) -> Data:
+    if image_size <= 0:
+        raise ValueError(f"image_size must be positive, not {image_size}")
+    return ImageData(cfg, seed, image_size)
+
+
+def _open_images(key: str, source: str) -> Images:
+    path = Path(source)
+    if path.is_dir():
+        return FolderImages(key, path)
+    if path.is_file():
+        return ArrayImages(key, path)
+    raise DataError(f"{key} = {source!r}: there is no such folder or .npz file")
+
+
+class ImageData(Data):
+    def __init__(self, cfg: DataConfig, seed: int, image_size: int) -> None:
+        self._cfg = cfg
+        self._image_size = image_size
+        self._train = self._held_out = _open_images("data.train", cfg.train)
+        self.labels = self._train.names
+        everything = np.arange(len(self._train.labels))
+        if cfg.eval:
+            self._held_out = _open_images("data.eval", cfg.eval)
+            self._held_out.rename(self.labels)
+            self._train_samples, self._eval_samples = everything, np.arange(len(self._held_out.labels))
+        elif len(everything) < 2:
+            raise DataError(f"data.train = {cfg.train!r} has only one image: none can be held out for evaluation")
+        else:
+            shuffled = random_stream(seed, Purpose.SPLIT).permutation(everything)
+            self._train_samples, self._eval_samples = np.split(shuffled, [-count_held_out(len(shuffled), cfg.held_out)])
+        self.num_train = len(self._train_samples)
+        self.num_eval_batches = -(-len(self._eval_samples) // cfg.batch_size)
+        self._order = EpochOrder(seed, self.num_train)
+
+    def train_batch(self, index: int) -> Batch:
+        chosen = self._order.samples(batch_positions(index, self._cfg.batch_size))
+        return self._batch(self._train, self._train_samples[chosen])
+
+    def eval_batch(self, index: int) -> Batch:
+        positions = batch_positions(index, self._cfg.batch_size)
+        return self._batch(self._held_out, self._eval_samples[positions.start : positions.stop])
+
+    def describe(self) -> str:
+        return (
+            f"{self._cfg.train}: {self.num_train:,} images of {len(self.labels)} classes; "
+            f"evaluation: {len(self._eval_samples):,} images"
+        )
+
+    def _batch(self, images: Images, samples: Int64s) -> Batch:
+        count = len(samples)
+        return Batch(
+            labels=torch.from_numpy(images.labels[samples]),
+            counts=Counts(tokens=count, slots=count, labels=count, pairs=0),
+            samples=tuple(samples.tolist()),
+            pixels=_normalise(images.read(samples.tolist(), self._image_size)),
+        )

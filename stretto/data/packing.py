@@ -1,0 +1,55 @@
+"""From numpy arrays to `Sequences`: packed (no padding) or padded (a rectangle).
+
+Both take the ids of all sequences as one flat run, and the length of each sequence. T: number of real tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stretto.batch import Layout, Sequences, dense_layout
+from stretto.data.stream import Int64s
+
+Ints = npt.NDArray[Any]
+
+
+def to_tensor(values: Ints) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, np.int64))
+
+
+def count_positions(lengths: Int64s) -> Int64s:
+    """The place of each of the T tokens in its own sequence."""
+    begins = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) - np.repeat(begins, lengths)
+
+
+def pack(ids: Ints, lengths: Int64s, max_len: int, num_sequences: int = 0) -> Sequences:
+    """No padding. With `num_sequences`, empty sequences are added at the end to make that many."""
+    offsets = np.full(max(len(lengths), num_sequences) + 1, len(ids), np.int32)
+    offsets[0] = 0
+    offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
+    return Sequences(to_tensor(ids), to_tensor(count_positions(lengths)), Layout(torch.from_numpy(offsets), max_len))
+
+
+def pad(ids: Ints, lengths: Int64s, width: int, fill: int) -> Sequences:
+    """One row per sequence, filled up to `width`."""
+    rows = len(lengths)
+    layout = dense_layout(rows, width, torch.from_numpy(lengths.astype(np.int32)))
+    filled = spread(ids, find_slots(lengths, width), rows * width, fill)
+    return Sequences(to_tensor(filled), to_tensor(np.tile(np.arange(width), rows)), layout)
+
+
+def find_slots(lengths: Int64s, width: int) -> Int64s:
+    """Where in the flat rectangle of `pad` each of the T tokens went."""
+    return np.repeat(np.arange(len(lengths)) * width, lengths) + count_positions(lengths)
+
+
+def spread(values: Ints, slots: Int64s, size: int, fill: int) -> Int64s:
+    spread_out = np.full(size, fill, np.int64)
+    spread_out[slots] = values
+    return spread_out

@@ -1,0 +1,222 @@
+"""Translation: sentence pairs in batches of a token budget.
+
+Pairs are sorted by length and cut into batches of at most `max_tokens` on either side. The lengths alone decide the
+cuts, so every epoch has the same number of batches; what an epoch draws anew is which of the equally long pairs go
+where, and the order of the batches. Sentence lengths within a batch are then nearly equal, which padding needs and
+packing does not mind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+
+from stretto.batch import IGNORE, Batch, Counts, Sequences
+from stretto.config import DataConfig
+from stretto.data.documents import LineDocuments
+from stretto.data.files import find_text_file
+from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
+from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_stream
+from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
+from stretto.data.tokens import Tokens, open_tokens
+from stretto.errors import DataError
+
+
+def open_pair_data(cfg: DataConfig, *, seed: int, folder: Path) -> PairData:
+    store = Path(cfg.cache or folder)
+    train = TextPairs("data.train", cfg.train, cfg.languages)
+    num_train = train.count if cfg.eval else train.count - count_held_out(train.count, cfg.held_out)
+    texts = chain(islice(train.source, num_train), islice(train.target, num_train))
+    identity = f"{train.source.fingerprint} {train.target.fingerprint} {num_train}"
+    tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, texts, identity, store)
+    keep_tokenizer(tokenizer, folder)
+    train_tokens = train.tokenise(tokenizer, store)
+    if cfg.eval:
+        eval_tokens = TextPairs("data.eval", cfg.eval, cfg.languages).tokenise(tokenizer, store)
+        eval_range = range(eval_tokens[0].num_documents)
+    else:
+        eval_tokens, eval_range = train_tokens, range(num_train, train.count)
+    return PairData(
+        cfg,
+        seed,
+        tokenizer,
+        SizedPairs("data.train", *train_tokens, range(num_train), cfg),
+        SizedPairs("data.eval" if cfg.eval else "data.held_out", *eval_tokens, eval_range, cfg),
+    )
+
+
+class TextPairs:
+    """Two files whose lines belong together."""
+
+    def __init__(self, key: str, prefix: str, languages: tuple[str, ...]) -> None:
+        paths = [find_text_file(f"{key} = {prefix!r}", Path(f"{prefix}.{language}")) for language in languages]
+        self.source, self.target = (LineDocuments(path) for path in paths)
+        self.count = self.source.count
+        if self.source.count != self.target.count:
+            raise DataError(
+                f"{key}: {paths[0]} has {self.source.count:,} lines but {paths[1]} has {self.target.count:,};"
+                " line n of one must translate line n of the other"
+            )
+        if not self.count:
+            raise DataError(f"{key}: {paths[0]} is empty")
+
+    def tokenise(self, tokenizer: Tokenizer, store: Path) -> tuple[Tokens, Tokens]:
+        return open_tokens(self.source, tokenizer, store), open_tokens(self.target, tokenizer, store)
+
+
+class SizedPairs:
+    """The pairs of a range that are fit for use, sorted by (target length, source length) and cut into batches."""
+
+    def __init__(self, key: str, source: Tokens, target: Tokens, chosen: range, cfg: DataConfig) -> None:
+        self._source = source
+        self._target = target
+        # A stored sentence is bos, ids, eos; the model reads all but one of these.
+        lengths = np.stack([np.diff(target.starts), np.diff(source.starts)]) - 1
+        self._target_lengths, self._source_lengths = lengths
+        usable = (lengths.min(axis=0) > 1) & (lengths.max(axis=0) <= cfg.seq_len)
+        self.pairs = self._sort(chosen.start + np.flatnonzero(usable[chosen.start : chosen.stop]))
+        self.num_dropped = len(chosen) - len(self.pairs)
+        if not len(self.pairs):
+            raise DataError(f"{key}: no pair has two sentences of 1 to data.seq_len = {cfg.seq_len} tokens")
+        sizes = lengths[:, self.pairs]
+        if sizes.max() > cfg.max_tokens:
+            raise DataError(
+                f"data.max_tokens = {cfg.max_tokens} is too small for a sentence of {sizes.max()} tokens in {key};"
+                " raise it, or lower data.seq_len"
+            )
+        self._cuts = list(cut_batches(sizes, cfg.max_tokens, padded=cfg.layout == "padded"))
+        self.num_batches = len(self._cuts) - 1
+
+    def shuffle(self, random: np.random.Generator) -> Shuffled:
+        """One epoch: pairs of equal lengths change places, and the batches come in any order."""
+        return Shuffled(self._sort(random.permutation(self.pairs)), random.permutation(self.num_batches))
+
+    def members(self, pairs: Int64s, batch: int) -> Int64s:
+        return pairs[self._cuts[batch] : self._cuts[batch + 1]]
+
+    def sentences(self, pairs: Int64s) -> tuple[list[Int64s], list[Int64s]]:
+        """Sources and targets as they are stored: bos, ids, eos."""
+        return _read_sentences(self._source, pairs), _read_sentences(self._target, pairs)
+
+    def _sort(self, pairs: Int64s) -> Int64s:
+        return pairs[np.lexsort((self._source_lengths[pairs], self._target_lengths[pairs]))]
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    pairs: Int64s  # sorted by length
+    batches: Int64s  # which batch comes when
+
+
+def _read_sentences(tokens: Tokens, pairs: Int64s) -> list[Int64s]:
+    return [tokens.ids[tokens.starts[i] : tokens.starts[i + 1]].astype(np.int64) for i in pairs]
+
+
+def cut_batches(sizes: Int64s, max_tokens: int, *, padded: bool) -> Iterator[int]:
+    """Where batches of at most `max_tokens` begin and end; sizes [2, n] are the lengths of both sides, sorted."""
+    start, totals, longest = 0, (0, 0), 0
+    yield start
+    for end, (target, source) in enumerate(sizes.T.tolist()):
+        totals = totals[0] + target, totals[1] + source
+        longest = max(longest, target, source)
+        cost = (end + 1 - start) * longest if padded else max(totals)
+        if cost > max_tokens:
+            yield end
+            start, totals, longest = end, (target, source), max(target, source)
+    yield sizes.shape[1]
+
+
+class PairData(Data):
+    tokenizer: Tokenizer
+
+    def __init__(
+        self, cfg: DataConfig, seed: int, tokenizer: Tokenizer, train: SizedPairs, held_out: SizedPairs
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._cfg = cfg
+        self._seed = seed
+        self._train = train
+        self._held_out = held_out
+        self.num_train = len(train.pairs)
+        self.num_eval_batches = held_out.num_batches
+        self._current: tuple[int, Shuffled | None] = (-1, None)  # one assignment, so that threads see both or neither
+
+    def train_batch(self, index: int) -> Batch:
+        epoch, place = divmod(index, self._train.num_batches)
+        shuffled = self._shuffle(epoch)
+        return self._batch(self._train, self._train.members(shuffled.pairs, int(shuffled.batches[place])))
+
+    def eval_batch(self, index: int) -> Batch:
+        return self._batch(self._held_out, self._held_out.members(self._held_out.pairs, index))
+
+    def encode_source(self, text: str) -> list[int]:
+        """A sentence as the encoder reads it."""
+        return [*self.tokenizer.encode(text.strip()), self.tokenizer.eos]
+
+    def load_test_pairs(self) -> list[tuple[str, str]]:
+        """(source, reference) as text, none dropped: of data.test, else of the evaluation data."""
+        key, prefix = next(
+            (f"data.{name}", value)
+            for name, value in (("test", self._cfg.test), ("eval", self._cfg.eval), ("train", self._cfg.train))
+            if value
+        )
+        texts = TextPairs(key, prefix, self._cfg.languages)
+        skipped = texts.count - count_held_out(texts.count, self._cfg.held_out) if key == "data.train" else 0
+        return list(islice(zip(texts.source, texts.target, strict=True), skipped, None))
+
+    def describe(self) -> str:
+        train, held_out = self._train, self._held_out
+        return (
+            f"{self._cfg.train} ({' to '.join(self._cfg.languages)}): {self.num_train:,} pairs in "
+            f"{train.num_batches:,} batches of at most {self._cfg.max_tokens:,} tokens, {train.num_dropped:,} dropped "
+            f"(empty, or longer than {self._cfg.seq_len}); evaluation: {len(held_out.pairs):,} pairs in "
+            f"{held_out.num_batches:,} batches, {held_out.num_dropped:,} dropped"
+        )
+
+    def _shuffle(self, epoch: int) -> Shuffled:
+        known, shuffled = self._current
+        if shuffled is None or known != epoch:
+            shuffled = self._train.shuffle(random_stream(self._seed, Purpose.ORDER, epoch))
+            self._current = (epoch, shuffled)
+        return shuffled
+
+    def _batch(self, split: SizedPairs, pairs: Int64s) -> Batch:
+        sources, targets = split.sentences(pairs)  # each is bos, ids, eos
+        source = [sentence[1:] for sentence in sources]
+        target = [sentence[:-1] for sentence in targets]
+        labels = np.concatenate([sentence[1:] for sentence in targets])
+        source_lengths, target_lengths = _lengths(source), _lengths(target)
+        inputs = self._arrange(target, target_lengths)
+        slots = inputs.ids.numel()
+        num_labels = len(labels)
+        if self._cfg.layout == "padded":
+            labels = spread(labels, find_slots(target_lengths, inputs.layout.max_len), slots, IGNORE)
+        return Batch(
+            labels=to_tensor(labels),
+            counts=Counts(
+                tokens=num_labels,
+                slots=slots,
+                labels=num_labels,
+                pairs=int((target_lengths**2).sum()),
+                source_tokens=int(source_lengths.sum()),
+                source_pairs=int((source_lengths**2).sum()),
+                cross_pairs=int((target_lengths * source_lengths).sum()),
+            ),
+            samples=tuple(pairs.tolist()),
+            inputs=inputs,
+            source=self._arrange(source, source_lengths),
+        )
+
+    def _arrange(self, sentences: list[Int64s], lengths: Int64s) -> Sequences:
+        ids, longest = np.concatenate(sentences), int(lengths.max())
+        if self._cfg.layout == "padded":
+            return pad(ids, lengths, longest, self.tokenizer.pad)
+        return pack(ids, lengths, max_len=-(-longest // 8) * 8)  # a multiple of 8: fewer shapes to compile
+
+
+def _lengths(sentences: list[Int64s]) -> Int64s:
+    return np.array([len(sentence) for sentence in sentences], np.int64)

@@ -1,0 +1,83 @@
+"""What every kind of data offers: numbered micro-batches, each a pure function of the seed and its number.
+
+The training stream never ends. Sample position p (micro-batch number times batch size, plus the place in it) belongs
+to epoch p // num_train, and each epoch is its own permutation of the samples. Nothing is consumed, so a resumed run,
+another number of processes, or a thread that reads ahead all see the same stream.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.batch import Batch
+from stretto.data.tokenizer import Tokenizer
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Data(ABC):
+    tokenizer: Tokenizer | None = None  # None for images
+    labels: tuple[str, ...] = ()  # class names of images
+    num_train: int  # windows, pairs or images in one epoch
+    num_eval_batches: int
+
+    @abstractmethod
+    def train_batch(self, index: int) -> Batch:
+        """Micro-batch number `index` of the endless training stream."""
+
+    @abstractmethod
+    def eval_batch(self, index: int) -> Batch:
+        """Evaluation micro-batch 0 <= index < num_eval_batches; the same one each time."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line: how much there is."""
+
+
+class Purpose(IntEnum):
+    """What a random stream is for, so that no two purposes ever share one."""
+
+    ORDER = 1
+    MASK = 2
+    EVAL_MASK = 3
+    SPLIT = 4
+
+
+def random_stream(seed: int, purpose: Purpose, number: int = 0) -> np.random.Generator:
+    """A generator keyed by its arguments. Philox takes a 128-bit key, so different arguments never collide."""
+    key = ((seed % 2**64) << 64) | (purpose << 56) | number
+    return np.random.Generator(np.random.Philox(key=key))
+
+
+class EpochOrder:
+    """The order of the samples in each epoch."""
+
+    def __init__(self, seed: int, num_samples: int) -> None:
+        self._seed = seed
+        self._num_samples = num_samples
+        # Epoch and order are replaced together, in one assignment, so that threads never see one without the other.
+        self._current: tuple[int, Int64s] = (-1, np.empty(0, np.int64))
+
+    def __call__(self, epoch: int) -> Int64s:
+        known, order = self._current
+        if known != epoch:
+            order = random_stream(self._seed, Purpose.ORDER, epoch).permutation(self._num_samples)
+            self._current = (epoch, order)
+        return order
+
+    def samples(self, positions: range) -> list[int]:
+        """The samples at these positions of the stream, which may reach over the end of an epoch."""
+        return [int(self(p // self._num_samples)[p % self._num_samples]) for p in positions]
+
+
+def batch_positions(index: int, batch_size: int) -> range:
+    return range(index * batch_size, (index + 1) * batch_size)
+
+
+def count_held_out(total: int, share: float) -> int:
+    """How many of `total` samples evaluation gets: at least one, and never all."""
+    return min(max(round(total * share), 1), total - 1)

@@ -1,0 +1,177 @@
+"""Causal and masked language modelling on windows of a token stream.
+
+The documents lie one after another, each as bos, ids, eos. Window w covers L = seq_len tokens from w * L on, and one
+more as the last label. A document that ends inside a window ends a sequence there: attention, positions and labels do
+not cross it, unless `join_documents` says so. Windows of one document only are full rows, and the batch is dense;
+this is decided once for the whole data set, so that compiled code sees one form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
+from stretto.config import DataConfig
+from stretto.data.documents import open_documents
+from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
+from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
+from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
+from stretto.data.tokens import Tokens, open_tokens
+from stretto.errors import DataError
+
+_ENOUGH_DOCUMENTS = 20  # from here on, evaluation holds out whole documents
+
+
+def open_text_data(cfg: DataConfig, *, seed: int, folder: Path) -> Data:
+    store = Path(cfg.cache or folder)
+    documents = open_documents("data.train", cfg.train, cfg.suffix)
+    # Held-out documents are kept from the tokenizer too.
+    num_documents = documents.count if cfg.eval else _count_train_documents(documents.count, cfg.held_out)
+    identity = f"{documents.fingerprint} {num_documents}"
+    tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, islice(documents, num_documents), identity, store)
+    keep_tokenizer(tokenizer, folder)
+    train = open_tokens(documents, tokenizer, store)
+    if cfg.eval:
+        held_out = open_tokens(open_documents("data.eval", cfg.eval, cfg.suffix), tokenizer, store)
+    else:
+        train, held_out = _hold_out(train, cfg.held_out)
+    return TextData(cfg, seed, documents.name, tokenizer, train, held_out)
+
+
+def _count_train_documents(count: int, share: float) -> int:
+    return count - count_held_out(count, share) if count >= _ENOUGH_DOCUMENTS else count
+
+
+def _hold_out(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
+    """Cuts off the last share of the documents, or of the tokens where documents are few."""
+    num_documents = _count_train_documents(tokens.num_documents, share)
+    if num_documents < tokens.num_documents:
+        cut = int(tokens.starts[num_documents])
+    else:
+        cut = len(tokens.ids) - count_held_out(len(tokens.ids), share)
+    before, after = tokens.starts[tokens.starts < cut], tokens.starts[tokens.starts > cut] - cut
+    return Tokens(tokens.ids[:cut], np.append(before, cut)), Tokens(tokens.ids[cut:], np.insert(after, 0, 0))
+
+
+class TextData(Data):
+    tokenizer: Tokenizer
+
+    def __init__(
+        self, cfg: DataConfig, seed: int, name: str, tokenizer: Tokenizer, train: Tokens, held_out: Tokens
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._cfg = cfg
+        self._seed = seed
+        self._name = name
+        self._train = train
+        self._held_out = held_out
+        self._dense = cfg.join_documents or train.num_documents == held_out.num_documents == 1
+        self.num_train = self._count_windows("data.train", train)
+        self._num_eval = self._count_windows("data.eval" if cfg.eval else "data.held_out", held_out)
+        self.num_eval_batches = -(-self._num_eval // cfg.batch_size)
+        self._order = EpochOrder(seed, self.num_train)
+        if cfg.task == "masked":
+            special = tokenizer.special_ids | {tokenizer.bos, tokenizer.eos, tokenizer.mask}
+            self._special = np.array(sorted(special))
+            self._ordinary = np.setdiff1d(np.arange(tokenizer.size), self._special)
+
+    def _count_windows(self, key: str, tokens: Tokens) -> int:
+        count = (len(tokens.ids) - 1) // self._cfg.seq_len
+        if count < 1:
+            raise DataError(
+                f"{key}: {len(tokens.ids)} tokens are too few for one window of data.seq_len = {self._cfg.seq_len};"
+                " give more text, or lower data.seq_len"
+            )
+        return count
+
+    def train_batch(self, index: int) -> Batch:
+        positions = batch_positions(index, self._cfg.batch_size)
+        return self._batch(self._train, self._order.samples(positions), Purpose.MASK, positions)
+
+    def eval_batch(self, index: int) -> Batch:
+        windows = [w for w in batch_positions(index, self._cfg.batch_size) if w < self._num_eval]
+        return self._batch(self._held_out, windows, Purpose.EVAL_MASK, windows)
+
+    def describe(self) -> str:
+        train, held_out = self._train, self._held_out
+        return (
+            f"{self._name}: {len(train.ids):,} tokens, {train.num_documents:,} documents, "
+            f"{self.num_train:,} windows of {self._cfg.seq_len}; evaluation: {len(held_out.ids):,} tokens, "
+            f"{held_out.num_documents:,} documents, {self._num_eval:,} windows"
+        )
+
+    def _batch(self, tokens: Tokens, windows: Sequence[int], purpose: Purpose, mask_keys: Sequence[int]) -> Batch:
+        """`mask_keys` number the random streams of masking, one per window."""
+        length = self._cfg.seq_len
+        rows = np.stack([tokens.ids[w * length : (w + 1) * length + 1] for w in windows]).astype(np.int64)
+        begins = self._find_begins(tokens, windows)
+        ids = rows[:, :-1]
+        if self._cfg.task == "causal":
+            labels, label_at = np.where(begins[:, 1:], IGNORE, rows[:, 1:]).reshape(-1), None
+        else:
+            masked = [
+                self._mask(row, random_stream(self._seed, purpose, key))
+                for row, key in zip(ids, mask_keys, strict=True)
+            ]
+            label_at = np.concatenate([at + i * length for i, (_, at) in enumerate(masked)])
+            labels = ids.reshape(-1)[label_at]
+            ids = np.stack([row for row, _ in masked])
+        begins[:, 0] = True
+        lengths = np.diff(np.flatnonzero(begins[:, :-1]), append=ids.size)
+        return self._arrange(ids.reshape(-1), lengths, labels, label_at, windows)
+
+    def _find_begins(self, tokens: Tokens, windows: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Which of the L + 1 tokens of each window begin another document."""
+        length = self._cfg.seq_len
+        begins = np.zeros((len(windows), length + 1), np.bool_)
+        if not self._dense:
+            for row, window in zip(begins, windows, strict=True):
+                low, high = np.searchsorted(tokens.starts, (window * length, (window + 1) * length + 1))
+                row[tokens.starts[low:high] - window * length] = True
+        return begins
+
+    def _mask(self, ids: Int64s, random: np.random.Generator) -> tuple[Int64s, Int64s]:
+        """What the model reads instead of `ids`, and the positions it has to predict.
+
+        As BERT does: of those positions 80% read <mask>, 10% any ordinary token, 10% what is there.
+        """
+        candidates = np.flatnonzero(~np.isin(ids, self._special))
+        count = min(max(round(self._cfg.mask_share * len(ids)), 1), len(candidates))
+        at = np.sort(random.choice(candidates, count, replace=False))
+        dice = random.random(count)
+        replaced = np.where(dice < 0.8, self.tokenizer.mask, random.choice(self._ordinary, count))
+        read = ids.copy()
+        read[at] = np.where(dice < 0.9, replaced, ids[at])
+        return read, at
+
+    def _arrange(
+        self, ids: Int64s, lengths: Int64s, labels: Int64s, label_at: Int64s | None, windows: Sequence[int]
+    ) -> Batch:
+        width = self._cfg.seq_len
+        num_labels = int((labels != IGNORE).sum())
+        if self._dense:
+            positions = torch.arange(width).repeat(len(windows))
+            inputs = Sequences(to_tensor(ids), positions, dense_layout(len(windows), width))
+        elif self._cfg.layout == "packed":
+            # A power of two of sequences, so that compiled code sees few shapes.
+            inputs = pack(ids, lengths, width, num_sequences=1 << (len(lengths) - 1).bit_length())
+        else:
+            inputs = pad(ids, lengths, width, self.tokenizer.pad)
+            slots = find_slots(lengths, width)
+            if label_at is None:
+                labels = spread(labels, slots, inputs.ids.numel(), IGNORE)
+            else:
+                label_at = slots[label_at]
+        return Batch(
+            labels=to_tensor(labels),
+            counts=Counts(tokens=len(ids), slots=inputs.ids.numel(), labels=num_labels, pairs=int((lengths**2).sum())),
+            samples=tuple(windows),
+            inputs=inputs,
+            label_at=None if label_at is None else to_tensor(label_at),
+        )

@@ -1,0 +1,202 @@
+"""Text to token ids and back.
+
+`ByteTokenizer` needs no training: ids 0 to 255 are the bytes of UTF-8. `LibraryTokenizer` wraps the Hugging Face
+`tokenizers` library, for a byte-level BPE trained here or a tokenizer.json from elsewhere. Both write a
+tokenizer.json, so a run folder always says how to read and write its model's ids.
+
+Four special tokens have a role: pad fills rows up, bos begins and eos ends each document, mask hides a token. The
+text of a special token ("<eos>" in a corpus) is encoded as ordinary text, never as the special token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.data.files import replacing
+from stretto.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SPECIALS = ("<pad>", "<bos>", "<eos>", "<mask>")
+NUM_BYTES = 256
+
+# What published tokenizers call each role, best first. One token may play several: GPT-2 has only <|endoftext|>,
+# and the models without a bos (T5, Marian) begin with <pad>.
+_EOS = ("<eos>", "</s>", "[SEP]", "<|end_of_text|>", "<|endoftext|>")
+_NAMES = {
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", *_EOS),
+    "bos": ("<bos>", "<s>", "[CLS]", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>", "<pad>"),
+    "eos": _EOS,
+    "mask": ("<mask>", "[MASK]"),
+}
+
+
+class Tokenizer(ABC):
+    size: int  # ids are 0 <= id < size
+    special_ids: frozenset[int]  # of every special token, also those without a role
+
+    @abstractmethod
+    def find_special(self, role: str) -> int:
+        """The id of the token with this role; a `DataError` if there is none, which only its users ever see."""
+
+    @abstractmethod
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens left out; bytes that are no UTF-8 become replacement characters."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """What tokenizer.json holds."""
+
+    @property
+    def pad(self) -> int:
+        return self.find_special("pad")
+
+    @property
+    def bos(self) -> int:
+        return self.find_special("bos")
+
+    @property
+    def eos(self) -> int:
+        return self.find_special("eos")
+
+    @property
+    def mask(self) -> int:
+        return self.find_special("mask")
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_many([text])[0]
+
+    def save(self, path: Path) -> None:
+        with replacing(path) as handle:
+            handle.write(self.to_json().encode())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal tokenizers: what token files are filed under."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+class ByteTokenizer(Tokenizer):
+    size = NUM_BYTES + len(SPECIALS)
+    special_ids = frozenset(range(NUM_BYTES, size))
+
+    def find_special(self, role: str) -> int:
+        return NUM_BYTES + SPECIALS.index(f"<{role}>")
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < NUM_BYTES).decode(errors="replace")
+
+    def to_json(self) -> str:
+        return json.dumps({"stretto": "bytes"})
+
+
+class LibraryTokenizer(Tokenizer):
+    def __init__(self, inner: tokenizers.Tokenizer, name: str) -> None:
+        self._inner = inner
+        self._name = name
+        self._json = inner.to_str()
+        inner.no_padding()
+        inner.no_truncation()
+        inner.encode_special_tokens = True  # the library's word for: treat their text as ordinary text
+        self._vocab = inner.get_vocab()
+        self.size = max(self._vocab.values()) + 1  # not the number of tokens: some vocabularies have holes
+        self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+
+    def find_special(self, role: str) -> int:
+        for name in _NAMES[role]:
+            if name in self._vocab:
+                return self._vocab[name]
+        raise DataError(f"{self._name} has no {role} token (looked for {', '.join(_NAMES[role])}): add one to it")
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids), skip_special_tokens=True)
+
+    def to_json(self) -> str:
+        return self._json
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE: every text has an encoding, and decoding gives it back exactly."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    smallest = NUM_BYTES + len(SPECIALS)
+    if vocab < smallest:
+        raise DataError(f"data.vocab = {vocab} is too small: the bytes and special tokens alone are {smallest}")
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return LibraryTokenizer(inner, 'the "bpe" tokenizer')
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Reads the tokenizer.json of a folder (or that file itself)."""
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = json.loads(text)
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not a tokenizer: {error}") from error
+    if tree == {"stretto": "bytes"}:
+        return ByteTokenizer()
+    import tokenizers
+
+    try:
+        return LibraryTokenizer(tokenizers.Tokenizer.from_str(text), str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{path} is not a tokenizer: {error}") from error
+
+
+def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str, store: Path) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names. A trained one is kept in `store` under the identity of its texts."""
+    if name == "bytes":
+        return ByteTokenizer()
+    if name != "bpe":
+        if not Path(name).exists():
+            raise DataError(f'data.tokenizer = {name!r} is neither "bytes" nor "bpe" nor an existing tokenizer.json')
+        return load_tokenizer(Path(name))
+    key = hashlib.sha256(f"{identity} {vocab}".encode()).hexdigest()[:16]
+    path = store / f"bpe-{key}.json"
+    if path.exists():
+        return load_tokenizer(path)
+    tokenizer = train_bpe(texts, vocab)
+    tokenizer.save(path)
+    return tokenizer
+
+
+def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes tokenizer.json, but never over another one: the weights in that folder would no longer fit."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        tokenizer.save(path)
+    elif load_tokenizer(path).fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{path} belongs to another tokenizer than data.tokenizer or data.train give now: choose another run.dir"
+        )

@@ -1,0 +1,184 @@
+"""Token files: a corpus, tokenised once and memory-mapped from then on.
+
+    8 bytes    magic
+    1016 bytes header: JSON, filled up with spaces
+    int64      where each document starts in the tokens, and where the last one ends
+    uint16     the tokens (uint32 when the vocabulary needs it); each document is bos, its ids, eos
+
+A file is named after what it was made from, so a changed corpus or tokenizer gets a new file. Nothing in it is
+trusted: opening checks every field, the size, the checksum and the largest id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.data.documents import Documents
+from stretto.data.files import replacing
+from stretto.data.tokenizer import Tokenizer
+from stretto.errors import DataError
+
+_MAGIC = b"stretto\x00"
+_VERSION = 1
+_HEADER_END = 1024
+_CHUNK = 1 << 24  # bytes hashed at a time
+_PIECE = 1 << 20  # characters tokenised at a time
+_SHOW_PROGRESS = 5_000_000  # bytes of text worth a progress bar
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Documents one after another; document i is ids[starts[i] : starts[i + 1]]."""
+
+    ids: npt.NDArray[Any]  # uint16 or uint32, memory-mapped
+    starts: npt.NDArray[np.int64]  # [number of documents + 1]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.starts) - 1
+
+
+def open_tokens(documents: Documents, tokenizer: Tokenizer, store: Path) -> Tokens:
+    """The tokens of a corpus, from the file in `store` if an earlier run left it there."""
+    made_from = hashlib.sha256(f"{documents.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()
+    path = store / f"{made_from[:16]}.tokens"
+    if not path.exists():
+        write_tokens(path, documents, tokenizer, made_from)
+    return read_tokens(path, tokenizer, made_from)
+
+
+def write_tokens(path: Path, documents: Documents, tokenizer: Tokenizer, made_from: str) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    starts = [0]
+    with replacing(path) as file, _progress(documents) as advance:
+        file.seek(_HEADER_END + 8 * (documents.count + 1))
+        length = 0
+        for piece, ids in _tokenise(documents, tokenizer):
+            ids = [tokenizer.bos] * piece.begins + ids + [tokenizer.eos] * piece.ends
+            file.write(np.asarray(ids, dtype).tobytes())
+            length += len(ids)
+            if piece.ends:
+                starts.append(length)
+            advance(len(piece.text.encode()))
+        if len(starts) != documents.count + 1:
+            raise DataError(f"{documents.name} changed while it was read: run again")
+        file.seek(_HEADER_END)
+        file.write(np.asarray(starts, np.int64).tobytes())
+        header = {
+            "version": _VERSION,
+            "dtype": dtype.name,
+            "tokens": length,
+            "documents": documents.count,
+            "sha256": _checksum(file),
+            "made_from": made_from,
+        }
+        file.seek(0)
+        file.write(_MAGIC + json.dumps(header).encode().ljust(_HEADER_END - len(_MAGIC)))
+
+
+def read_tokens(path: Path, tokenizer: Tokenizer, made_from: str) -> Tokens:
+    try:
+        return _read_tokens(path, tokenizer, made_from)
+    except OSError as error:
+        raise DataError(f"cannot read the token file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(f"the token file {path} is damaged: {error}. Delete it; it will be made again") from error
+
+
+def _read_tokens(path: Path, tokenizer: Tokenizer, made_from: str) -> Tokens:
+    with path.open("rb") as file:
+        start = file.read(_HEADER_END)
+        _check(start.startswith(_MAGIC), "it does not begin as a token file does")
+        header = json.loads(start[len(_MAGIC) :])
+        _check(isinstance(header, dict) and header.get("version") == _VERSION, f"its version is not {_VERSION}")
+        _check(header.get("made_from") == made_from, "it was made from another corpus or tokenizer")
+        _check(header.get("dtype") in ("uint16", "uint32"), "its dtype is neither uint16 nor uint32")
+        counts = header.get("tokens"), header.get("documents")
+        _check(all(type(count) is int and count >= 0 for count in counts), "its counts are not numbers")
+        num_tokens, num_documents = counts
+        dtype = np.dtype(header["dtype"])
+        ids_at = _HEADER_END + 8 * (num_documents + 1)
+        expected, size = ids_at + dtype.itemsize * num_tokens, path.stat().st_size
+        _check(size == expected, f"it has {size} bytes instead of {expected}")
+        _check(_checksum(file) == header.get("sha256"), "its checksum is wrong")
+        file.seek(_HEADER_END)
+        starts = np.fromfile(file, np.int64, num_documents + 1)
+    if not num_tokens:  # an empty file cannot be mapped
+        return Tokens(np.empty(0, dtype), starts)
+    ids = np.memmap(path, dtype, mode="r", offset=ids_at, shape=(num_tokens,))
+    largest = max(int(ids[i : i + _CHUNK].max()) for i in range(0, num_tokens, _CHUNK))
+    _check(largest < tokenizer.size, f"it holds id {largest}, but the tokenizer has only {tokenizer.size}")
+    return Tokens(ids, starts)
+
+
+def _check(holds: bool, reason: str) -> None:
+    if not holds:
+        raise ValueError(reason)
+
+
+def _checksum(file: IO[bytes]) -> str:
+    """Of everything after the header."""
+    file.seek(_HEADER_END)
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _Piece(NamedTuple):
+    """Part of a document: a library encodes 1 GB of text badly in one call, and well in a thousand."""
+
+    text: str
+    begins: bool  # its document begins with it
+    ends: bool
+
+
+def _tokenise(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[_Piece, list[int]]]:
+    """Every piece with its ids, many small ones encoded in one call."""
+    pieces = (piece for text in documents for piece in _cut(text))
+    while group := list(_take(pieces)):
+        yield from zip(group, tokenizer.encode_many([piece.text for piece in group]), strict=True)
+
+
+def _cut(text: str) -> Iterator[_Piece]:
+    """Cuts after the end of a line where possible: few tokens would have crossed it."""
+    start = 0
+    while len(text) - start > _PIECE:
+        end = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield _Piece(text[start:end], start == 0, False)
+        start = end
+    yield _Piece(text[start:], start == 0, True)
+
+
+def _take(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
+    weight = 0
+    for piece in pieces:
+        yield piece
+        weight += len(piece.text)
+        if weight >= _PIECE:
+            return
+
+
+@contextmanager
+def _progress(documents: Documents) -> Iterator[Any]:
+    """A function to call with the number of bytes done; it draws a bar if someone is there to see it."""
+    if documents.num_bytes < _SHOW_PROGRESS or not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"tokenising {documents.name}", total=documents.num_bytes)
+        yield lambda num_bytes: bar.update(task, advance=num_bytes)

@@ -1,0 +1,73 @@
+"""Measuring a model: loss during training, and BLEU or accuracy where the task has them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from stretto.config import load_config
+from stretto.data import Data, PairData, open_data
+from stretto.generate import translate
+from stretto.model import Model
+from stretto.runtime import Runtime, start
+from stretto.step import autocast, resolve_precision
+from stretto.trained import Trained, load_trained
+
+
+@torch.no_grad()
+def evaluate(model: Model, precision: str, data: Data, num_batches: int, rt: Runtime) -> dict[str, float]:
+    """Mean loss per predicted token (or image) over the first `num_batches` evaluation batches; 0 means all."""
+    kind = model.cfg.kind
+    num_batches = min(num_batches or data.num_eval_batches, data.num_eval_batches)
+    loss_sum, correct = torch.zeros((), device=rt.device), torch.zeros((), device=rt.device)
+    num_labels = 0
+    was_training = model.training
+    model.eval()
+    for i in range(0, num_batches, rt.world):
+        # Where batches run out, a process repeats the last one with weight 0: sharded weights need all to take part.
+        mine = i + rt.rank
+        batch = data.eval_batch(min(mine, num_batches - 1)).to(rt.device)
+        weight = float(mine < num_batches)
+        with autocast(precision, rt.device):
+            if kind == "vit":
+                logits = model.logits(batch).float()
+                correct += weight * (logits.argmax(-1) == batch.labels).sum()
+                loss_sum += weight * F.cross_entropy(logits, batch.labels, reduction="sum")
+            else:
+                loss_sum += weight * model(batch)
+        num_labels += batch.counts.labels * int(weight)
+    model.train(was_training)
+    (num_labels,) = rt.sum_over_ranks([num_labels])
+    totals = rt.sum_tensor(torch.stack([loss_sum, correct])) / max(num_labels, 1)
+    loss, accuracy = totals.tolist()
+    if kind == "vit":
+        return {"eval_loss": loss, "accuracy": accuracy}
+    return {"eval_loss": loss, "perplexity": math.exp(min(loss, 80.0))}
+
+
+def measure(folder: Path, beam: int) -> dict[str, Any]:
+    """What `stretto eval` prints: the best weights of a run on all evaluation data, and BLEU on the test sentences."""
+    with start(replace(load_config(folder / "config.toml").run, dir=str(folder))) as rt:
+        trained = load_trained(folder, rt.device)
+        cfg = trained.config
+        data = open_data(cfg.data, seed=cfg.run.seed, folder=folder / "data", image_size=cfg.model.image_size)
+        precision = resolve_precision(cfg.train.precision, rt.device)
+        scores: dict[str, Any] = {"step": trained.step, **evaluate(trained.model, precision, data, 0, rt)}
+        if isinstance(data, PairData):
+            scores |= measure_bleu(trained, data.load_test_pairs(), beam)
+    return scores
+
+
+def measure_bleu(trained: Trained, pairs: list[tuple[str, str]], beam: int) -> dict[str, Any]:
+    """sacrebleu's corpus BLEU of detokenised text, with the signature that makes it comparable."""
+    from sacrebleu.metrics.bleu import BLEU
+
+    metric = BLEU()
+    found = translate(trained, [source for source, _ in pairs], beam)
+    score = metric.corpus_score(found, [[reference for _, reference in pairs]])
+    return {"bleu": score.score, "signature": str(metric.get_signature())}

@@ -1,0 +1,35 @@
+"""How much arithmetic a batch needs, for MFU: matrix products and attention on real tokens, nothing else.
+
+A training step is counted as three forward passes. Padding counts as nothing, causal attention as half a square, and
+BERT's output layer only where a token is predicted: MFU then says how much of the chip did useful work.
+"""
+
+from __future__ import annotations
+
+from stretto.batch import Counts
+from stretto.config import ModelConfig
+
+
+def training_flops(cfg: ModelConfig, counts: Counts) -> float:
+    """Forward and backward over one batch."""
+    width, kv_heads = cfg.width, cfg.kv_heads or cfg.heads
+    kv_width = width // cfg.heads * kv_heads
+    attention = 2 * width * width + 2 * width * kv_width
+    inner = cfg.mlp_width or 4 * width
+    block = attention + (3 if cfg.activation == "swiglu" else 2) * width * inner
+    if cfg.kind == "vit":
+        patches = (cfg.image_size // cfg.patch) ** 2
+        images, length = counts.tokens, patches + 1
+        products = images * (patches * cfg.channels * cfg.patch**2 * width + length * cfg.layers * block)
+        return 6 * (products + images * width * cfg.classes) + 12 * cfg.layers * width * images * length**2
+    if cfg.kind == "encoder":
+        products = counts.tokens * cfg.layers * block + counts.labels * width * (width + cfg.vocab)
+        return 6 * products + 12 * cfg.layers * width * counts.pairs
+    products = counts.tokens * width * cfg.vocab
+    if cfg.kind == "decoder":
+        return 6 * (products + counts.tokens * cfg.layers * block) + 6 * cfg.layers * width * counts.pairs
+    decoder_layers = cfg.decoder_layers or cfg.layers
+    products += counts.source_tokens * (cfg.layers * block + decoder_layers * 2 * width * width)
+    products += counts.tokens * decoder_layers * (block + 2 * width * width)
+    pairs = cfg.layers * counts.source_pairs + decoder_layers * (counts.pairs / 2 + counts.cross_pairs)
+    return 6 * products + 12 * width * pairs

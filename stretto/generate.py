@@ -1,0 +1,196 @@
+"""What trained models produce: continuations, translations, labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from stretto.batch import Batch, Counts, Sequences, dense_layout
+from stretto.data import Tokenizer, read_image
+from stretto.errors import DataError
+from stretto.model import Decoder, EncoderDecoder, VisionTransformer
+from stretto.trained import Trained
+
+
+@torch.no_grad()
+def sample(
+    trained: Trained, prompt: str, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+) -> str:
+    """The prompt and what the language model writes after it. Temperature 0 always takes the likeliest token."""
+    model, tokenizer = trained.model, _tokenizer(trained)
+    assert isinstance(model, Decoder)
+    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
+    room = model.cfg.max_len - len(ids)
+    if room <= 0:
+        raise DataError(f"the prompt has {len(ids)} tokens, the model reads at most {model.cfg.max_len - 1}")
+    generator = torch.Generator(trained.device).manual_seed(seed)
+    cache, new = model.start(), torch.tensor([ids], device=trained.device)
+    forbidden = _forbidden(tokenizer, model.cfg.vocab).to(trained.device)
+    for _ in range(min(max_new, room)):
+        logits = model.decode(new, cache)[0].float() + forbidden
+        new = _choose(logits, temperature, top_k, generator).view(1, 1)
+        if int(new) == tokenizer.eos:
+            break
+        ids.append(int(new))
+    return tokenizer.decode(ids[1:])
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits.argmax()
+    values, ids = logits.topk(min(top_k, len(logits)))
+    return ids[torch.multinomial((values / temperature).softmax(0), 1, generator=generator)]
+
+
+def translate(trained: Trained, sentences: Sequence[str], beam: int = 4, max_tokens: int = 8192) -> list[str]:
+    """Translates, in batches of similar length. Beam 1 is greedy."""
+    tokenizer = _tokenizer(trained)
+    limit = trained.model.cfg.max_len - 1
+    encoded = [[*tokenizer.encode(sentence)[: limit - 1], tokenizer.eos] for sentence in sentences]
+    out = [""] * len(sentences)
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+    for rows in _batches(order, encoded, max_tokens // beam):
+        found = beam_search(trained, [encoded[i] for i in rows], beam)
+        for i, ids in zip(rows, found, strict=True):
+            out[i] = tokenizer.decode(ids)
+    return out
+
+
+def _batches(order: list[int], encoded: list[list[int]], max_tokens: int) -> Iterator[list[int]]:
+    rows: list[int] = []
+    for i in order:  # lengths rise, so the newest is the longest
+        if rows and (len(rows) + 1) * len(encoded[i]) > max_tokens:
+            yield rows
+            rows = []
+        rows.append(i)
+    if rows:
+        yield rows
+
+
+@torch.no_grad()
+def beam_search(trained: Trained, sources: list[list[int]], beam: int) -> list[list[int]]:
+    """For each source the hypothesis with the best log probability per token.
+
+    Each step looks at the 2 * beam best continuations: at most beam of them end here, so beam are left to go on. A
+    source is done when it has `beam` finished hypotheses or runs out of room.
+    """
+    model, tokenizer, device = trained.model, _tokenizer(trained), trained.device
+    assert isinstance(model, EncoderDecoder)
+    num, longest = len(sources), max(map(len, sources))
+    cache = model.start(_pad_sources(sources, tokenizer.pad, device), copies=beam)
+    limit = min(model.cfg.max_len - 1, 2 * longest + 10)
+    forbidden = _forbidden(tokenizer, model.cfg.vocab).to(device)
+
+    score = torch.full((num, beam), -torch.inf, device=device)
+    score[:, 0] = 0.0  # all beams begin alike: only one may be followed at first
+    ids = torch.full((num, beam, 1), tokenizer.bos, device=device)
+    best = torch.full((num,), -torch.inf, device=device)
+    best_ids = torch.full((num, limit), tokenizer.eos, device=device)
+    finished = torch.zeros(num, dtype=torch.long, device=device)
+    for length in range(1, limit + 1):
+        logits = model.decode(ids[:, :, -1].reshape(-1, 1), cache).float() + forbidden
+        total = score[:, :, None] + logits.log_softmax(-1).view(num, beam, -1)
+        top, flat = total.flatten(1).topk(2 * beam)
+        parent, token = flat // logits.shape[1], flat % logits.shape[1]
+
+        ends = (token == tokenizer.eos) & (torch.arange(2 * beam, device=device) < beam) & (finished < beam)[:, None]
+        ending, at = torch.where(ends, top / length, -torch.inf).max(1)
+        better = ending > best
+        best = torch.where(better, ending, best)
+        text = ids[torch.arange(num, device=device), parent.gather(1, at[:, None])[:, 0], 1:]
+        best_ids[better] = tokenizer.eos
+        best_ids[better, : length - 1] = text[better]
+        finished += ends.sum(1)
+        if bool((finished >= beam).all()):
+            break
+
+        score, keep = top.masked_fill(token == tokenizer.eos, -torch.inf).topk(beam)
+        parent, token = parent.gather(1, keep), token.gather(1, keep)
+        rows = (torch.arange(num, device=device)[:, None] * beam + parent).flatten()
+        cache.select(rows)
+        ids = torch.cat([ids.flatten(0, 1)[rows].view(num, beam, -1), token[:, :, None]], 2)
+    # A source that never ended one gives its best unfinished hypothesis.
+    open_ended = best == -torch.inf
+    best_ids[open_ended, : ids.shape[2] - 1] = ids[open_ended, 0, 1:]
+    return [row[: row.index(tokenizer.eos)] if tokenizer.eos in row else row for row in best_ids.tolist()]
+
+
+def _pad_sources(sources: list[list[int]], pad: int, device: torch.device) -> Sequences:
+    lengths = torch.tensor([len(source) for source in sources], dtype=torch.int32, device=device)
+    longest = max(map(len, sources))
+    ids = torch.tensor([source + [pad] * (longest - len(source)) for source in sources], device=device)
+    positions = torch.arange(longest, device=device).repeat(len(sources))
+    return Sequences(ids.flatten(), positions, dense_layout(len(sources), longest, lengths, device))
+
+
+@torch.no_grad()
+def classify(trained: Trained, images: Sequence[Path], top: int = 5) -> list[list[tuple[str, float]]]:
+    """For each image the likeliest labels with their probabilities."""
+    model = trained.model
+    assert isinstance(model, VisionTransformer)
+    pixels = torch.stack([read_image(path, model.cfg.image_size) for path in images]).to(trained.device)
+    labels = torch.zeros(len(images), dtype=torch.long, device=trained.device)
+    logits = model.logits(Batch(labels, Counts(0, 0, 0, 0), (), pixels=pixels)).float()
+    values, at = logits[:, : len(trained.labels)].softmax(-1).topk(min(top, len(trained.labels)))
+    return [
+        [(trained.labels[i], value) for i, value in zip(row_at, row, strict=True)]
+        for row_at, row in zip(at.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _forbidden(tokenizer: Tokenizer, vocab: int) -> Tensor:
+    """Minus infinity for ids that are neither text nor the end: other specials, and those beyond the tokenizer."""
+    penalty = torch.zeros(vocab)
+    penalty[tokenizer.size :] = -torch.inf
+    penalty[[special for special in tokenizer.special_ids if special != tokenizer.eos]] = -torch.inf
+    return penalty
+
+
+def _tokenizer(trained: Trained) -> Tokenizer:
+    assert trained.tokenizer is not None
+    return trained.tokenizer
+
+
+def produce(
+    trained: Trained,
+    prompt: str,
+    source: Path | None,
+    max_new: int,
+    temperature: float,
+    top_k: int,
+    beam: int,
+    seed: int,
+) -> Iterator[str]:
+    """What `stretto generate` prints, for whatever kind of model the run has."""
+    kind = trained.config.data.task
+    if kind == "masked":
+        raise DataError("a masked language model does not generate: use a causal or translation run")
+    if kind == "images":
+        images = _list_images(source)
+        for path, labels in zip(images, classify(trained, images, top_k), strict=True):
+            yield f"{path.name}: " + ", ".join(f"{label} {share:.1%}" for label, share in labels)
+        return
+    lines = _read_lines(source) if source is not None else [prompt]
+    if kind == "translation":
+        yield from translate(trained, lines, beam)
+    else:
+        yield from (sample(trained, line, max_new, temperature, top_k, seed) for line in lines)
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read --input {path}: {error}") from error
+
+
+def _list_images(path: Path | None) -> list[Path]:
+    if path is None:
+        raise DataError("name an image, or a folder of images, with --input")
+    images = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    if not images:
+        raise DataError(f"--input {path} has no images")
+    return images

@@ -1,0 +1,483 @@
+"""The plain Transformer in its four kinds: the definition of correct that every technique is compared with.
+
+Shape legend: T tokens of all sequences together, N sequences, S longest sequence, C width, H query heads, K key/value
+heads, D head size, V vocabulary. Activations are flat, [T, C]: packed sequences need no padding, and a dense batch is
+the same memory seen as [N, S, C] (see batch.py). Only attention has to know where a sequence ends.
+
+    Decoder            GPT-2 and Llama: causal language model
+    Encoder            BERT: masked language model on the masked positions, or a classifier
+    EncoderDecoder     the original Transformer: translation
+    VisionTransformer  ViT: image classification
+
+`model(batch)` gives the summed loss of a batch, `model.logits(batch)` what it is computed from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.batch import IGNORE, Batch, Layout, Sequences, dense_layout
+from stretto.config import ModelConfig
+
+X = TypeVar("X")
+Rotary = tuple[Tensor, Tensor]  # cos and sin, [T, D / 2]
+
+
+@dataclass
+class LayerCache:
+    """Keys and values of one layer while generating, [N, S, K, D]."""
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat([self.key, key], 1), torch.cat([self.value, value], 1)
+        self.key, self.value = key, value
+        return key, value
+
+    def select(self, rows: Tensor) -> None:
+        if self.key is not None and self.value is not None:
+            self.key, self.value = self.key[rows], self.value[rows]
+
+
+@dataclass
+class Cache:
+    """What incremental decoding remembers: the past of each layer, and the encoder's output where there is one."""
+
+    layers: list[LayerCache]
+    cross: list[LayerCache] = field(default_factory=list)
+    memory: Tensor | None = None  # [T, C]
+    memory_layout: Layout | None = None
+    length: int = 0
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these rows, in this order: how a beam search follows its survivors. The rows of one source must
+        stay together, so that the memory need not move."""
+        for layer in self.layers:
+            layer.select(rows)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, cfg: ModelConfig, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_size = cfg.heads, cfg.kv_heads or cfg.heads, cfg.width // cfg.heads
+        self.causal, self.dropout = causal, cfg.attention_dropout
+        self.qkv = nn.Linear(cfg.width, (self.heads + 2 * self.kv_heads) * self.head_size, bias=cfg.bias)
+        self.out = nn.Linear(cfg.width, cfg.width, bias=cfg.bias)
+
+    def forward(self, x: Tensor, layout: Layout, rotary: Rotary | None, cache: LayerCache | None = None) -> Tensor:
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_size)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        causal, kv_layout = self.causal, layout
+        if cache is not None:
+            rows = layout.num_sequences
+            past_k, past_v = cache.append(*(t.reshape(rows, -1, self.kv_heads, self.head_size) for t in (k, v)))
+            k, v = past_k.flatten(0, 1), past_v.flatten(0, 1)
+            kv_layout = dense_layout(rows, past_k.shape[1], device=x.device)
+            causal = layout.max_len > 1  # one new token sees all of the past; a first prompt is causal as in training
+        p = self.dropout if self.training else 0.0
+        return self.out(attend(q, k, v, layout, kv_layout, causal, p).flatten(1))
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.head_size, self.dropout = cfg.heads, cfg.width // cfg.heads, cfg.attention_dropout
+        self.q = nn.Linear(cfg.width, cfg.width, bias=cfg.bias)
+        self.kv = nn.Linear(cfg.width, 2 * cfg.width, bias=cfg.bias)
+        self.out = nn.Linear(cfg.width, cfg.width, bias=cfg.bias)
+
+    def forward(
+        self, x: Tensor, layout: Layout, memory: Tensor, memory_layout: Layout, cache: LayerCache | None = None
+    ) -> Tensor:
+        q = self.q(x).view(-1, self.heads, self.head_size)
+        if cache is not None and cache.key is not None and cache.value is not None:
+            k, v = cache.key, cache.value
+        else:
+            k, v = self.kv(memory).view(-1, 2 * self.heads, self.head_size).chunk(2, dim=1)
+            if cache is not None:
+                cache.append(k, v)
+        p = self.dropout if self.training else 0.0
+        return self.out(attend(q, k, v, layout, memory_layout, causal=False, dropout=p).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        inner = cfg.mlp_width or 4 * cfg.width
+        self.activation, self.dropout = cfg.activation, cfg.activation_dropout
+        self.up = nn.Linear(cfg.width, 2 * inner if cfg.activation == "swiglu" else inner, bias=cfg.bias)
+        self.down = nn.Linear(inner, cfg.width, bias=cfg.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.dropout(activate(self.up(x), self.activation), self.dropout, self.training))
+
+
+class Block(nn.Module):
+    """Attention, cross attention where there is an encoder to look at, and the MLP, each a residual branch."""
+
+    def __init__(self, cfg: ModelConfig, causal: bool, cross: bool) -> None:
+        super().__init__()
+        self.pre_norm, self.dropout = cfg.norm_order == "pre", cfg.dropout
+        self.attention = SelfAttention(cfg, causal)
+        self.attention_norm = build_norm(cfg)
+        self.cross = CrossAttention(cfg) if cross else None
+        self.cross_norm = build_norm(cfg) if cross else None
+        self.mlp = MLP(cfg)
+        self.mlp_norm = build_norm(cfg)
+
+    def forward(
+        self,
+        x: Tensor,
+        layout: Layout,
+        rotary: Rotary | None,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        cache: LayerCache | None = None,
+        cross_cache: LayerCache | None = None,
+    ) -> Tensor:
+        x = self.add_branch(x, self.attention_norm, lambda h: self.attention(h, layout, rotary, cache))
+        if self.cross is not None and self.cross_norm is not None:
+            cross = self.cross
+            x = self.add_branch(x, self.cross_norm, lambda h: cross(h, layout, memory, memory_layout, cross_cache))
+        return self.add_branch(x, self.mlp_norm, self.mlp)
+
+    def add_branch(self, x: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.pre_norm:
+            return x + F.dropout(branch(norm(x)), self.dropout, self.training)
+        return norm(x + F.dropout(branch(x), self.dropout, self.training))
+
+
+class Stack(nn.Module):
+    def __init__(self, cfg: ModelConfig, layers: int, causal: bool = False, cross: bool = False) -> None:
+        super().__init__()
+        self.head_size, self.rope_theta, self.rotary = cfg.width // cfg.heads, cfg.rope_theta, cfg.positions == "rotary"
+        self.blocks = nn.ModuleList(Block(cfg, causal, cross) for _ in range(layers))
+        self.norm = build_norm(cfg) if cfg.norm_order == "pre" else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        rotary = rotary_angles(positions, self.head_size, self.rope_theta) if self.rotary else None
+        for i, block in enumerate(self.blocks):
+            past = cache.layers[i] if cache is not None else None
+            cross_past = cache.cross[i] if cache is not None and cache.cross else None
+            x = block(x, layout, rotary, memory, memory_layout, past, cross_past)
+        return self.norm(x)
+
+
+class Embedding(nn.Module):
+    """dropout(norm(scale * token + position + type))"""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.scale = math.sqrt(cfg.width) if cfg.embed_scale else 1.0
+        self.sinusoidal, self.dropout = cfg.positions == "sinusoidal", cfg.dropout
+        self.token = nn.Embedding(cfg.vocab, cfg.width)
+        self.position = nn.Embedding(cfg.max_len, cfg.width) if cfg.positions == "learned" else None
+        self.token_type = nn.Embedding(cfg.token_types, cfg.width) if cfg.token_types else None
+        self.norm = build_norm(cfg) if cfg.embed_norm else nn.Identity()
+
+    def forward(self, inputs: Sequences) -> Tensor:
+        x = self.token(inputs.ids) * self.scale
+        if self.position is not None:
+            x = x + self.position(inputs.positions)
+        elif self.sinusoidal:
+            x = x + sinusoids(inputs.positions, x.shape[1])
+        if self.token_type is not None:
+            x = x + (self.token_type.weight[0] if inputs.types is None else self.token_type(inputs.types))
+        return F.dropout(self.norm(x), self.dropout, self.training)
+
+
+class LMHead(nn.Module):
+    """Hidden states to logits over the vocabulary. BERT's has one more layer in front and a bias."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        masked = cfg.kind == "encoder"
+        self.activation = cfg.activation
+        self.transform = nn.Linear(cfg.width, cfg.width) if masked else None
+        self.norm = build_norm(cfg) if masked else None
+        self.weight = None if cfg.tied else nn.Parameter(torch.empty(cfg.vocab, cfg.width))
+        self.bias = nn.Parameter(torch.empty(cfg.vocab)) if masked else None
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        if self.transform is not None and self.norm is not None:
+            x = self.norm(activate(self.transform(x), self.activation))
+        return F.linear(x, embedding if self.weight is None else self.weight, self.bias)
+
+
+class Model(nn.Module):
+    """What the four kinds share: the loss."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+
+    def logits(self, batch: Batch) -> Tensor:
+        raise TypeError("Model is abstract: build_model gives one of its four kinds")
+
+    def forward(self, batch: Batch) -> Tensor:
+        smoothing = self.cfg.label_smoothing if self.training else 0.0
+        logits = self.logits(batch).float()
+        return F.cross_entropy(
+            logits, batch.labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
+        )  # fmt: skip
+
+
+class Decoder(Model):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        self.embedding = Embedding(cfg)
+        self.decoder = Stack(cfg, cfg.layers, causal=True)
+        self.head = LMHead(cfg)
+
+    def logits(self, batch: Batch) -> Tensor:
+        inputs = _given(batch.inputs)
+        x = self.decoder(self.embedding(inputs), inputs.positions, inputs.layout)
+        return self.head(x, self.embedding.token.weight)
+
+    def start(self) -> Cache:
+        return Cache([LayerCache() for _ in self.decoder.blocks])
+
+    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Logits [N, V] after the new tokens ids [N, S]; the cache remembers them."""
+        return _decode(self, ids, cache)
+
+
+class Encoder(Model):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        self.embedding = Embedding(cfg)
+        self.encoder = Stack(cfg, cfg.layers)
+        self.head: LMHead | ClassHead = ClassHead(cfg) if cfg.classes else LMHead(cfg)
+
+    def logits(self, batch: Batch) -> Tensor:
+        inputs = _given(batch.inputs)
+        x = self.encoder(self.embedding(inputs), inputs.positions, inputs.layout)
+        if isinstance(self.head, ClassHead):
+            return self.head(x[inputs.layout.offsets[:-1]])  # the first token stands for its sequence
+        if batch.label_at is not None:
+            x = x[batch.label_at]
+        return self.head(x, self.embedding.token.weight)
+
+
+class ClassHead(nn.Module):
+    """BERT's pooler and classifier."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = cfg.dropout
+        self.pooler = nn.Linear(cfg.width, cfg.width)
+        self.classifier = nn.Linear(cfg.width, cfg.classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(F.dropout(torch.tanh(self.pooler(x)), self.dropout, self.training))
+
+
+class EncoderDecoder(Model):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        self.embedding = Embedding(cfg)  # shared by source, target and, when tied, output
+        self.encoder = Stack(cfg, cfg.layers)
+        self.decoder = Stack(cfg, cfg.decoder_layers or cfg.layers, causal=True, cross=True)
+        self.head = LMHead(cfg)
+
+    def encode(self, source: Sequences) -> Tensor:
+        return self.encoder(self.embedding(source), source.positions, source.layout)
+
+    def logits(self, batch: Batch) -> Tensor:
+        source, target = _given(batch.source), _given(batch.inputs)
+        memory = self.encode(source)
+        x = self.decoder(self.embedding(target), target.positions, target.layout, memory, source.layout)
+        return self.head(x, self.embedding.token.weight)
+
+    def start(self, source: Sequences, copies: int = 1) -> Cache:
+        """A cache for decoding `copies` continuations of each source (a dense layout), side by side."""
+        layout = source.layout
+        rows = torch.arange(layout.num_sequences, device=source.ids.device).repeat_interleave(copies)
+        memory = _as_rows(self.encode(source), layout)[rows].flatten(0, 1)
+        lengths = None if layout.lengths is None else layout.lengths[rows]
+        layers = [(LayerCache(), LayerCache()) for _ in self.decoder.blocks]
+        return Cache(
+            [own for own, _ in layers],
+            [cross for _, cross in layers],
+            memory,
+            dense_layout(len(rows), layout.max_len, lengths, rows.device),
+        )
+
+    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Logits [N, V] after the new tokens ids [N, S]; the cache remembers them."""
+        return _decode(self, ids, cache)
+
+
+class VisionTransformer(Model):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        self.grid = cfg.image_size // cfg.patch
+        self.patch = nn.Linear(cfg.channels * cfg.patch**2, cfg.width)
+        self.class_token = nn.Parameter(torch.empty(cfg.width))
+        self.position = nn.Parameter(torch.empty(self.grid**2 + 1, cfg.width))
+        self.encoder = Stack(cfg, cfg.layers)
+        self.head = nn.Linear(cfg.width, cfg.classes)
+
+    def logits(self, batch: Batch) -> Tensor:
+        pixels, size = _given(batch.pixels), self.cfg.patch
+        rows, tokens = pixels.shape[0], self.grid**2 + 1
+        patches = pixels.view(rows, self.cfg.channels, self.grid, size, self.grid, size)
+        x = self.patch(patches.permute(0, 2, 4, 1, 3, 5).reshape(rows, self.grid**2, -1))
+        x = torch.cat([self.class_token.to(x.dtype).expand(rows, 1, -1), x], 1) + self.position
+        x = F.dropout(x, self.cfg.dropout, self.training).flatten(0, 1)
+        layout = dense_layout(rows, tokens, device=x.device)
+        x = self.encoder(x, torch.arange(tokens, device=x.device).repeat(rows), layout)
+        return self.head(x.view(rows, tokens, -1)[:, 0])
+
+
+KINDS: dict[str, type[Model]] = {
+    "decoder": Decoder,
+    "encoder": Encoder,
+    "encoder-decoder": EncoderDecoder,
+    "vit": VisionTransformer,
+}
+
+
+def build_model(cfg: ModelConfig, device: torch.device | str = "meta") -> Model:
+    """The model without values: on the meta device nothing is allocated until `init_weights`."""
+    with torch.device(device):
+        return KINDS[cfg.kind](cfg)
+
+
+def sites(model: nn.Module) -> dict[str, list[str]]:
+    """Role -> names of the modules that play it: what techniques and parallelism look for, never classes."""
+    roles: dict[str, tuple[type[nn.Module], ...]] = {
+        "block": (Block,),
+        "attention": (SelfAttention, CrossAttention),
+        "mlp": (MLP,),
+        "norm": (nn.LayerNorm, nn.RMSNorm),
+        "embedding": (Embedding,),
+        "head": (LMHead, ClassHead),
+    }
+    modules = list(model.named_modules())
+    return {role: [name for name, module in modules if isinstance(module, kinds)] for role, kinds in roles.items()}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool, dropout: float) -> Tensor:
+    """Softmax attention inside each sequence: q [T, H, D], k and v [T', K, D] to [T, H, D]."""
+    if q_layout.dense and k_layout.dense:
+        return _attend_dense(q, k, v, q_layout, k_layout, causal, dropout)
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
+        from torch.nn.attention.varlen import varlen_attn
+
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
+        out = varlen_attn(q, k, v, *ends, window_size=(-1, 0) if causal else (-1, -1))
+        assert isinstance(out, Tensor)
+        return out
+    # Everywhere else: a padded rectangle, and back. Slower than a packed kernel, equally exact.
+    out = _attend_dense(
+        _pad(q, q_layout), _pad(k, k_layout), _pad(v, k_layout), _padded(q_layout), _padded(k_layout), causal, dropout
+    )
+    return _unpad(out, q_layout, q.shape[0])
+
+
+def _attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool, dropout: float
+) -> Tensor:
+    q, k, v = (_as_rows(t, layout).transpose(1, 2) for t, layout in ((q, q_layout), (k, k_layout), (v, k_layout)))
+    mask = None
+    if k_layout.lengths is not None and not causal:  # causal rows cannot see the padding on their right anyway
+        # An empty row keeps its first key: a softmax over nothing is NaN, and NaN spreads through the backward pass.
+        keys = torch.arange(k_layout.max_len, device=q.device) < k_layout.lengths.clamp(min=1)[:, None]
+        mask = keys[:, None, None, :]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _as_rows(x: Tensor, layout: Layout) -> Tensor:
+    """[N * S, ...] of a dense layout seen as [N, S, ...]."""
+    return x.view(layout.num_sequences, layout.max_len, *x.shape[1:])
+
+
+def _padded(layout: Layout) -> Layout:
+    return Layout(layout.offsets, layout.max_len, dense=True, lengths=layout.offsets.diff())
+
+
+def _pad(x: Tensor, layout: Layout) -> Tensor:
+    """[T, ...] packed to [N * S, ...]; the filler repeats some real token, so it is finite."""
+    at = layout.offsets[:-1, None] + torch.arange(layout.max_len, device=x.device)
+    return x[at.clamp(max=x.shape[0] - 1).flatten()]
+
+
+def _unpad(x: Tensor, layout: Layout, num_tokens: int) -> Tensor:
+    """[N * S, ...] back to [T, ...]."""
+    token = torch.arange(num_tokens, device=x.device)
+    sequence = torch.searchsorted(layout.offsets[1:], token, right=True, out_int32=True)
+    return x[sequence * layout.max_len + token - layout.offsets[sequence]]
+
+
+def rotary_angles(positions: Tensor, head_size: int, theta: float) -> Rotary:
+    frequencies = theta ** -(torch.arange(0, head_size, 2, device=positions.device).float() / head_size)
+    angles = positions.float()[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotates the pairs (x[i], x[i + D/2]) of each head of x [T, heads, D] by the token's angles."""
+    cos, sin = (t[:, None, :] for t in rotary)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """[T, C]: sines in the first half of the channels, cosines in the second."""
+    frequencies = 10000.0 ** -(torch.arange(0, width, 2, device=positions.device).float() / width)
+    angles = positions.float()[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    if name == "swiglu":
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate) * value
+    if name == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def build_norm(cfg: ModelConfig) -> nn.Module:
+    if cfg.norm == "rmsnorm":
+        return nn.RMSNorm(cfg.width, eps=cfg.norm_eps)
+    return nn.LayerNorm(cfg.width, eps=cfg.norm_eps, bias=cfg.bias)
+
+
+def _decode(model: Decoder | EncoderDecoder, ids: Tensor, cache: Cache) -> Tensor:
+    rows, new = ids.shape
+    positions = torch.arange(cache.length, cache.length + new, device=ids.device).repeat(rows)
+    layout = dense_layout(rows, new, device=ids.device)
+    x = model.embedding(Sequences(ids.flatten(), positions, layout))
+    x = model.decoder(x, positions, layout, cache.memory, cache.memory_layout, cache)
+    cache.length += new
+    return model.head(x.view(rows, new, -1)[:, -1], model.embedding.token.weight)
+
+
+def _given(value: X | None) -> X:
+    assert value is not None, "the batch is for another kind of model"
+    return value

@@ -1,0 +1,168 @@
+"""What a run says about itself while it goes: events.jsonl, TensorBoard, and a bar or plain lines on the terminal.
+
+One line of events.jsonl is one JSON object. Logged training steps carry `step`, `loss` and `tokens_per_s`;
+evaluations carry `step` and `eval_loss`; the first line of each start carries `environment`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from stretto.runtime import memory_gib, peak_flops
+
+EVENTS = "events.jsonl"
+
+
+class Report:
+    """Only the main process has a real one; the others are told to be quiet."""
+
+    def __init__(self, folder: Path, total: int, resume_at: int, active: bool) -> None:
+        self.active, self.total, self.path = active, total, folder / EVENTS
+        self.console = Console(quiet=not active, highlight=False)
+        self.bar: Progress | None = None
+        if not active:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        _forget_after(self.path, resume_at)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_at + 1)
+        self.file = self.path.open("a", encoding="utf-8")
+        if sys.stdout.isatty():
+            columns = (
+                *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")),
+                *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
+                TextColumn("{task.fields[numbers]}"),
+            )
+            self.bar = Progress(*columns, console=self.console)
+            self.task = self.bar.add_task("train", total=total, completed=resume_at, numbers="")
+            self.bar.start()
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.active:
+            self.board.close()
+            self.file.close()
+
+    def start(self, environment: dict[str, Any], *descriptions: str) -> None:
+        self.event(environment=environment)
+        for text in (environment["device"], *descriptions):
+            self.say(text)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def advance(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step)
+
+    def event(self, **values: Any) -> None:
+        """Writes one line; numbers also go to TensorBoard. A line is on its way to the disk before this returns."""
+        if not self.active:
+            return
+        self.file.write(json.dumps({"time": round(time.time(), 3), **values}) + "\n")
+        self.file.flush()
+        if "step" in values:
+            group = "eval" if "eval_loss" in values else "train"
+            for key, value in values.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    self.board.add_scalar(f"{group}/{key}", value, values["step"])
+
+    def train_line(self, values: dict[str, Any], eta_s: float) -> None:
+        self.event(**values)
+        text = (
+            f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  norm {values['grad_norm']:.2f}  "
+            f"{values['tokens_per_s']:,.0f} tok/s  pad {values['padding']:.1%}  "
+            + (f"mfu {values['mfu']:.1%}  " if values["mfu"] else "")
+            + f"mem {values['memory_gib']:.2f} GiB"
+        )
+        if self.bar is not None:
+            self.bar.update(self.task, completed=values["step"], numbers=text)
+        else:
+            self.say(f"step {values['step']}/{self.total}  {text}  left {_clock(eta_s)}")
+
+    def eval_line(self, step: int, scores: dict[str, float]) -> None:
+        self.event(step=step, **scores)
+        self.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """All whole lines: a crash may tear the last one."""
+    events = []
+    for line in (folder / EVENTS).read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """A run resumed from step n does the later steps again: their earlier lines go."""
+    if not path.exists():
+        return
+    kept = [event for event in read_events(path.parent) if event.get("step", 0) <= step]
+    draft = path.with_name(f".{path.name}")
+    draft.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
+    draft.replace(path)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
+
+
+class Meter:
+    """Tokens per second, padding, MFU and memory since the last reading, without the time spent on anything else."""
+
+    def __init__(self, device: torch.device, world: int) -> None:
+        self.device, self.peak = device, peak_flops(device) * world
+        self.total_seconds, self.seconds_per_step, self.total_tokens = 0.0, 0.0, 0
+        self.restart()
+
+    def restart(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.steps = self.tokens = self.slots = self.flops = 0
+        self.since = time.perf_counter()
+
+    def add(self, tokens: int, slots: int, flops: int) -> None:
+        self.steps, self.tokens, self.slots, self.flops = (
+            self.steps + 1, self.tokens + tokens, self.slots + slots, self.flops + flops,
+        )  # fmt: skip
+        self.total_tokens += tokens
+
+    def read(self) -> dict[str, float]:
+        """The numbers since the last reading; the caller has just waited for the device."""
+        seconds = time.perf_counter() - self.since
+        values = {
+            "tokens": self.total_tokens,
+            "tokens_per_s": self.tokens / seconds,
+            "padding": 1 - self.tokens / max(self.slots, 1),
+            "mfu": self.flops / seconds / self.peak if self.peak else 0.0,
+            "memory_gib": memory_gib(self.device),
+        }
+        self.total_seconds += seconds
+        self.seconds_per_step = seconds / max(self.steps, 1)
+        self.restart()
+        return values
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Evaluating and saving do not count."""
+        begin = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - begin

@@ -1,0 +1,191 @@
+"""The process and its peers: device, process group, seeds, signals, and the lock on the run folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.config import RunConfig
+from stretto.errors import CheckpointError, ConfigError, DiskFullError, OutOfMemoryError, PeerLostError, StrettoError
+
+# Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
+              "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 112e12, "T4": 65e12}  # fmt: skip
+
+
+@dataclass
+class Runtime:
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+    stop: bool = field(default=False)  # a signal asked for it
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
+        """Integers summed over all processes, on the host: the device is not asked and goes on working."""
+        if self.world == 1:
+            return list(values)
+        tensor = torch.tensor(list(values), dtype=torch.int64)
+        dist.all_reduce(tensor)
+        return [int(value) for value in tensor]
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            self.sum_over_ranks([0])
+
+
+@contextmanager
+def start(cfg: RunConfig) -> Iterator[Runtime]:
+    """Sets up this process, alone or under torchrun, and takes it down again."""
+    runtime = Runtime(_choose_device(cfg), int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    if runtime.device.type == "cuda":
+        torch.cuda.set_device(runtime.device)
+        torch.backends.cuda.matmul.allow_tf32 = True
+    torch.use_deterministic_algorithms(cfg.deterministic)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if runtime.world > 1:
+        backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=cfg.timeout_s))
+    try:
+        with _signals(runtime):
+            yield runtime
+    except BaseException as error:
+        explained = explain(error, cfg.timeout_s)
+        if explained is None:
+            raise
+        raise explained from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _choose_device(cfg: RunConfig) -> torch.device:
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
+    if cfg.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def _signals(runtime: Runtime) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the loop to save and stop; the second ends the process at once."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        runtime.stop = True
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    watched = (signal.SIGINT, signal.SIGTERM)
+    try:
+        before = {number: signal.signal(number, ask) for number in watched}
+    except ValueError:  # not in the main thread, where Python allows no handlers: the caller keeps its own
+        before = {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def seed_all(seed: int, *keys: int) -> None:
+    """Sets torch's generators to a function of the keys, so that nothing has to be saved to resume them."""
+    digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Two runs must not write one folder. The lock goes away with the process, however it ends."""
+    path = folder / "lock"
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise CheckpointError(f"{folder} is in use by {owner}; choose another run.dir or wait") from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
+    """The user's words for errors that torch and the system raise; None for those that are bugs."""
+    text = str(error)
+    if isinstance(error, StrettoError):
+        return None
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfMemoryError(f"the GPU's memory is full: lower data.batch_size or data.max_tokens and raise "
+                                f"train.micro_batches by as much. {text.splitlines()[0]}")  # fmt: skip
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return DiskFullError(f"no space left for {error.filename or 'the run folder'}; earlier checkpoints are whole")
+    lost = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Timed out",
+        "timed out",
+        "Read error",
+        "Broken pipe",
+    )
+    if isinstance(error, dist.DistError) or (dist.is_initialized() and any(word in text for word in lost)):
+        return PeerLostError(
+            f"another process was lost, or did not answer within run.timeout_s = {timeout_s:g}: {text}"
+        )
+    return None
+
+
+def describe_environment(runtime: Runtime) -> dict[str, Any]:
+    on_gpu = runtime.device.type == "cuda"
+    name = torch.cuda.get_device_name(runtime.device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "device": name if runtime.world == 1 else f"{runtime.world} x {name}",
+        "processes": runtime.world,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(terse=True),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def peak_flops(device: torch.device) -> float:
+    """The device's matrix rate, for MFU; 0 where it is not known."""
+    if device.type != "cuda":
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    return next((rate for part, rate in PEAK_FLOPS.items() if part in name), 0.0)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory: of the GPU where there is one, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

@@ -1,0 +1,55 @@
+"""A run that has been trained, loaded from its folder: for evaluating, generating and the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stretto import checkpoint
+from stretto.config import Config, dump_config, load_config
+from stretto.data import Tokenizer, load_tokenizer
+from stretto.errors import CheckpointError
+from stretto.model import Decoder, Model, build_model
+from stretto.page import write_page
+
+
+@dataclass(frozen=True)
+class Trained:
+    config: Config
+    model: Model  # in evaluation mode, with the best weights there are
+    step: int  # where these weights are from
+    tokenizer: Tokenizer | None
+    labels: tuple[str, ...]
+    device: torch.device
+
+
+def save_run(folder: Path, config: Config, labels: tuple[str, ...]) -> None:
+    """What `load_trained` needs besides a checkpoint and the tokenizer, which the data has put there."""
+    (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
+    (folder / "labels.json").write_text(json.dumps(labels), encoding="utf-8")
+
+
+def load_trained(folder: Path, device: torch.device) -> Trained:
+    if not (folder / "config.toml").exists():
+        raise CheckpointError(f"{folder} is not a run folder: it has no config.toml")
+    config = load_config(folder / "config.toml")
+    step = checkpoint.find_best(folder / "checkpoints")
+    if step is None:
+        raise CheckpointError(f"{folder} has no checkpoint that can be used")
+    model = build_model(config.model).to_empty(device=device).eval()
+    checkpoint.restore_weights(model, checkpoint.load(folder / "checkpoints", step, moments=False))
+    tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
+    labels = tuple(json.loads((folder / "labels.json").read_text(encoding="utf-8")))
+    return Trained(config, model, step, tokenizer, labels, device)
+
+
+def write_report(folder: Path) -> Path:
+    """Writes report.html, with a sample from the model where it is one that writes."""
+    from stretto.generate import sample
+
+    trained = load_trained(folder, torch.device("cpu"))
+    text = sample(trained, trained.config.train.sample) if isinstance(trained.model, Decoder) else ""
+    return write_page(folder, dump_config(trained.config), text)

@@ -1,0 +1,75 @@
+"""The values of parameters: how they begin, and how whole tensors go into and come out of a model that may be sharded.
+
+Each parameter is drawn on the CPU from its own generator, keyed by the seed and its name. So a model starts from the
+same values on any device, with any number of processes, whole or sharded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from stretto.config import ModelConfig
+
+
+def materialise(model: nn.Module, cfg: ModelConfig, seed: int, device: torch.device) -> None:
+    """Gives a model built on the meta device its memory and its first values."""
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(_key(seed, name))
+        put(parameter, initial_value(cfg, name, parameter.shape, generator))
+
+
+def initial_value(cfg: ModelConfig, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    value = torch.zeros(shape)
+    module, _, leaf = name.rpartition(".")
+    if leaf == "bias":
+        return value
+    if module.endswith("norm"):
+        return value.fill_(1.0)
+    if cfg.kind == "decoder":
+        return value.normal_(0.0, _gpt2_std(cfg, module), generator=generator)
+    if cfg.kind == "encoder-decoder":
+        return _init_translation(cfg, value, module, generator)
+    # BERT and the ViT line: normal, cut at two standard deviations.
+    return nn.init.trunc_normal_(value, 0.0, 0.02, -0.04, 0.04, generator=generator)
+
+
+def _gpt2_std(cfg: ModelConfig, module: str) -> float:
+    if module.endswith(("attention.out", "mlp.down")):  # these add to the residual stream, 2 * layers times
+        return 0.02 / math.sqrt(2 * cfg.layers)
+    return 0.01 if module.endswith("position") else 0.02
+
+
+def _init_translation(cfg: ModelConfig, value: Tensor, module: str, generator: torch.Generator) -> Tensor:
+    """As fairseq does: Xavier, with the three input projections of attention counted as one matrix."""
+    if module.startswith(("embedding", "head")):
+        return value.normal_(0.0, cfg.width**-0.5, generator=generator)
+    if module.endswith(("attention.qkv", "cross.q", "cross.kv")):
+        bound = math.sqrt(6 / (4 * cfg.width))
+        return value.uniform_(-bound, bound, generator=generator)
+    return nn.init.xavier_uniform_(value, generator=generator)
+
+
+@torch.no_grad()
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Copies a whole tensor into a parameter or a moment; a sharded one takes its own part, without communication."""
+    if isinstance(parameter, DTensor):
+        value = value.to(parameter.device)
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+def take(tensor: Tensor) -> Tensor:
+    """The whole tensor, on the CPU. Every process must call it, since a sharded tensor is gathered."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().contiguous()
+
+
+def _key(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

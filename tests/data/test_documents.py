@@ -1,0 +1,126 @@
+"""Sources of text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from stretto.data.documents import HubDocuments, LineDocuments, _find_library_files, _readings, open_documents
+from stretto.errors import DataError
+
+
+def read(source: Path | str, suffix: str = ".txt,.md") -> list[str]:
+    return list(open_documents("data.train", str(source), suffix))
+
+
+def test_file_plain_or_gzipped(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes("naïve\r\ncafé\u2028x".encode())
+    (tmp_path / "a.gz").write_bytes(gzip.compress((tmp_path / "a.log").read_bytes()))
+    assert read(tmp_path / "a.log") == read(tmp_path / "a.gz") == ["naïve\r\ncafé\u2028x"]
+
+
+def test_folder_in_order_without_other_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "1.txt").write_text("three")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"two"))
+    (tmp_path / "c.md").write_text("four")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "other.csv").write_text("1,2")
+    assert read(tmp_path) == ["one", "two", "three", "four"]
+    assert read(tmp_path, ".csv") == ["1,2"]
+
+
+def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    def fingerprint(*texts: str) -> str:
+        folder = tmp_path / "-".join(texts)
+        folder.mkdir(exist_ok=True)
+        for i, text in enumerate(texts):
+            (folder / f"{i}.txt").write_text(text)
+        return open_documents("data.train", str(folder), ".txt").fingerprint
+
+    assert fingerprint("ab", "c") == fingerprint("ab", "c") != fingerprint("a", "bc")
+
+
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes("one\u2028still one\r\n\ntwo\x0bstill two".encode())
+    assert list(LineDocuments(tmp_path / "x")) == ["one\u2028still one", "", "two\x0bstill two"]
+
+
+def test_python_library() -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [path.relative_to(root).as_posix() for path in _find_library_files()]
+    assert {"argparse.py", "json/decoder.py"} < set(found)
+    assert found == sorted(found)
+    assert not any(path.startswith(("test/", "site-packages/")) or "/tests/" in path for path in found)
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_missing(tmp_path: Path, key: str) -> None:
+    with pytest.raises(DataError, match=rf"{key} = '.*nothing'"):
+        open_documents(key, str(tmp_path / "nothing"), ".txt")
+
+
+def test_folder_without_text(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.suffix = '\.txt'"):
+        read(tmp_path, ".txt")
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="binary is not UTF-8"):
+        read(tmp_path / "binary")
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"hello" * 100)[:-9])
+    with pytest.raises(DataError, match=r"cut\.gz is not a whole gzip file"):
+        read(tmp_path / "cut.gz")
+    (tmp_path / "no.gz").write_bytes(b"plain")
+    with pytest.raises(DataError, match=r"no\.gz is not a whole gzip file"):
+        read(tmp_path / "no.gz")
+
+
+@pytest.fixture
+def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split, texts in {"train": ["a", "b", "c"], "validation": ["d"]}.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": t, "id": 1}) + "\n" for t in texts))
+    return folder
+
+
+def test_hub_from_a_local_folder(hub_folder: Path) -> None:
+    documents = open_documents("data.train", f"hf:{hub_folder}", "")
+    assert isinstance(documents, HubDocuments)
+    assert list(documents) == list(documents) == ["a", "b", "c"]
+    assert documents.count == 3
+    held_out = open_documents("data.eval", f"hf:{hub_folder}", "")
+    assert list(held_out) == ["d"]
+    assert documents.fingerprint != held_out.fingerprint
+    assert documents.fingerprint == open_documents("data.train", f"hf:{hub_folder}", "").fingerprint
+
+
+def test_hub_without_text(hub_folder: Path) -> None:
+    (hub_folder / "train.jsonl").write_text('{"body": "a"}\n')
+    (hub_folder / "validation.jsonl").unlink()
+    with pytest.raises(DataError, match=r"data\.train = 'hf:.*no column 'text', only body"):
+        open_documents("data.train", f"hf:{hub_folder}", "")
+    with pytest.raises(DataError, match=r"data\.eval = 'hf:.*no split validation or test, only train"):
+        open_documents("data.eval", f"hf:{hub_folder}", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "readings"),
+    [
+        ("set", [("set",)]),
+        ("a/b", [("a/b",), ("a", "b")]),
+        ("owner/set/config", [("owner/set", "config")]),
+    ],
+)
+def test_names_with_slashes(name: str, readings: list[tuple[str, ...]]) -> None:
+    assert _readings(name) == readings

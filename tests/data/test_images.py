@@ -1,0 +1,148 @@
+"""Images from folders and arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Opener
+from PIL import Image
+
+from stretto.data import Data, read_image
+from stretto.errors import DataError
+
+RED, GREY = (255, 0, 0), 128
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Four red images of class "cat" and six grey ones of class "dog"; one of these is not an RGB file."""
+    root = tmp_path / "animals"
+    for name, count in (("dog", 6), ("cat", 4)):
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            image = Image.new("RGB", (10, 6), RED) if name == "cat" else Image.new("L", (8, 8), GREY)
+            image.save(root / name / f"{i}.png")
+    (root / "dog" / "notes.txt").write_text("not an image")
+    (root / ".hidden").mkdir()
+    return root
+
+
+def open_images(opened: Opener, train: Path, **settings: Any) -> Data:
+    settings = {"batch_size": 4, "image_size": 8, "held_out": 0.3} | settings
+    return opened(task="images", train=str(train), **settings)
+
+
+def test_folders(opened: Opener, folder: Path) -> None:
+    data = open_images(opened, folder)
+    assert data.labels == ("cat", "dog")
+    assert data.tokenizer is None
+    assert data.num_train == 7
+    assert data.num_eval_batches == 1
+    batch = data.train_batch(0)
+    assert batch.pixels is not None
+    assert batch.pixels.shape == (4, 3, 8, 8)
+    assert batch.pixels.dtype == torch.float32
+    assert batch.pixels.is_contiguous()
+    cat, dog = torch.tensor([1.0, -1.0, -1.0]), torch.full((3,), 128 / 255 * 2 - 1)
+    for sample, label, pixels in zip(batch.samples, batch.labels.tolist(), batch.pixels, strict=True):
+        assert label == int(sample >= 4)
+        torch.testing.assert_close(pixels, (dog if label else cat)[:, None, None].expand(3, 8, 8))
+    assert (batch.counts.tokens, batch.counts.slots, batch.counts.labels, batch.counts.pairs) == (4, 4, 4, 0)
+
+
+def test_training_and_evaluation_share_nothing(opened: Opener, folder: Path) -> None:
+    data = open_images(opened, folder)
+    train = {sample for i in range(2) for sample in data.train_batch(i).samples}
+    held_out = set(data.eval_batch(0).samples)
+    assert train.isdisjoint(held_out)
+    assert train | held_out == set(range(10))
+
+
+def save(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.mark.parametrize("shape", [(12, 8, 8), (12, 8, 8, 1), (12, 8, 8, 3)])
+def test_arrays(opened: Opener, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    path = save(tmp_path / "a.npz", images=images, labels=np.arange(12) % 3, names=np.array(["x", "y", "z"]))
+    data = open_images(opened, path)
+    assert data.labels == ("x", "y", "z")
+    batch = data.train_batch(0)
+    expected = torch.from_numpy(images[list(batch.samples)]).view(4, 8, 8, -1).expand(4, 8, 8, 3).permute(0, 3, 1, 2)
+    assert batch.pixels is not None
+    torch.testing.assert_close(batch.pixels, expected / 127.5 - 1)
+    assert batch.pixels.is_contiguous()
+    assert batch.labels.tolist() == [sample % 3 for sample in batch.samples]
+
+
+def test_arrays_of_another_size_are_resized(opened: Opener, tmp_path: Path) -> None:
+    images = np.zeros((4, 16, 16), np.uint8)
+    images[:, :, 8:] = 255
+    data = open_images(opened, save(tmp_path / "a.npz", images=images, labels=np.zeros(4, int)))
+    pixels = data.train_batch(0).pixels
+    assert pixels is not None
+    assert pixels.shape == (4, 3, 8, 8)
+    assert pixels.min() == -1
+    assert pixels.max() == 1
+    assert (pixels[..., :3] < -0.9).all()
+    assert (pixels[..., 5:] > 0.9).all()
+
+
+def test_evaluation_set_is_numbered_as_the_training_set(opened: Opener, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "eval" / "dog").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "eval" / "dog" / "x.png")
+    data = open_images(opened, folder, eval=str(tmp_path / "eval"))
+    assert data.num_train == 10
+    assert data.eval_batch(0).labels.tolist() == [1]
+    (tmp_path / "eval" / "emu").mkdir()
+    with pytest.raises(DataError, match=r"data\.eval has classes that data\.train has not: emu"):
+        open_images(opened, folder, eval=str(tmp_path / "eval"))
+
+
+def test_read_image(folder: Path) -> None:
+    pixels = read_image(folder / "cat" / "0.png", 16)
+    torch.testing.assert_close(pixels, torch.tensor([1.0, -1.0, -1.0])[:, None, None].expand(3, 16, 16))
+    with pytest.raises(DataError, match=r"cannot read the image .*notes\.txt"):
+        read_image(folder / "dog" / "notes.txt", 16)
+
+
+def test_damaged_image(opened: Opener, folder: Path) -> None:
+    for path in (folder / "cat").iterdir():
+        path.write_bytes(path.read_bytes()[:40])
+    data = open_images(opened, folder)
+    with pytest.raises(DataError, match=r"cannot read the image .*cat"):
+        [data.train_batch(i) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({"images": np.zeros((2, 4, 4), np.uint8)}, "labels"),
+        ({"images": np.zeros((2, 4, 4)), "labels": np.zeros(2, int)}, "uint8"),
+        ({"images": np.zeros((2, 4, 4, 2), np.uint8), "labels": np.zeros(2, int)}, "shape"),
+        ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.zeros(3, int)}, "2 whole numbers"),
+        ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, -1])}, "from 0 on"),
+        ({"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, 1]), "names": np.array(["a"])}, "only 1"),
+        ({"images": np.array([{}, {}]), "labels": np.zeros(2, int)}, "pickle"),
+    ],
+)
+def test_unusable_arrays(opened: Opener, tmp_path: Path, arrays: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=rf"data\.train: .*bad\.npz.*{reason}"):
+        open_images(opened, save(tmp_path / "bad.npz", **arrays))
+
+
+def test_not_an_array_file(opened: Opener, tmp_path: Path) -> None:
+    (tmp_path / "bad.npz").write_text("hello")
+    with pytest.raises(DataError, match=r"bad\.npz is not an \.npz"):
+        open_images(opened, tmp_path / "bad.npz")
+    with pytest.raises(DataError, match=r"data\.train = '.*nothing'"):
+        open_images(opened, tmp_path / "nothing")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"data\.train = '.*none': no images"):
+        open_images(opened, tmp_path / "none")

@@ -1,0 +1,319 @@
+"""The four kinds of model compute what `transformers` computes from the same weights, and have its sizes.
+
+Theirs reads a padded rectangle with an attention mask; ours reads the same sequences packed, and padded too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from hf_weights import translate
+from torch import Tensor, nn
+
+from stretto.batch import IGNORE, Batch, Counts
+from stretto.config import ModelConfig, build_config
+from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
+from stretto.model import Model, build_model
+
+TOLERANCE = 1e-5
+COUNTS = Counts(0, 0, 0, 0)  # models do not look at them
+VOCAB, CLASSES, EPS = 61, 5, 3e-3  # an epsilon so large that a wrong one shows
+LENGTHS, SOURCE_LENGTHS = np.array([6, 1, 9]), np.array([4, 11, 2])
+COMMON = {"attn_implementation": "eager", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of theirs, the configuration that makes ours equal to it, and one batch for both."""
+
+    theirs: nn.Module
+    cfg: ModelConfig
+    inputs: dict[str, Tensor]  # what theirs reads
+    their_rows: Tensor  # which rows of their logits, flattened, to compare
+    labels: Tensor  # of these rows
+    batches: dict[str, tuple[Batch, Tensor]]  # form -> what ours reads, which rows of our logits to compare
+
+
+def text_case(theirs: nn.Module, cfg: ModelConfig, predict: Literal["tokens", "masked", "class"] = "tokens") -> Case:
+    random = np.random.default_rng(1)
+    width, slots = int(LENGTHS.max()), find_slots(LENGTHS, LENGTHS.max())
+    ids, types = random.integers(1, VOCAB, len(slots)), random.integers(0, cfg.token_types or 1, len(slots))
+    label_at = np.arange(0, len(slots), 2) if predict == "masked" else None
+    compared = {"tokens": slots, "masked": slots[::2], "class": np.arange(len(LENGTHS))}[predict]
+    labels = random.integers(0, CLASSES if predict == "class" else VOCAB, len(compared))
+    source = random.integers(1, VOCAB, SOURCE_LENGTHS.sum()) if cfg.kind == "encoder-decoder" else None
+
+    batches = {}
+    for form in ("packed", "padded"):
+        packed = form == "packed"
+        inputs = pack(ids, LENGTHS, width) if packed else pad(ids, LENGTHS, width, fill=0)
+        if cfg.token_types:
+            inputs = replace(inputs, types=to_tensor(types if packed else spread(types, slots, inputs.ids.numel(), 0)))
+        rows = np.arange(len(labels)) if packed or predict != "tokens" else slots
+        batch = Batch(
+            labels=to_tensor(spread(labels, rows, len(inputs.ids), IGNORE) if predict == "tokens" else labels),
+            counts=COUNTS,
+            samples=(),
+            inputs=inputs,
+            label_at=None if label_at is None else to_tensor(label_at if packed else slots[label_at]),
+            source=None if source is None else _source(source, packed),
+        )
+        batches[form] = batch, to_tensor(rows)
+
+    padded = batches["padded"][0]
+    if padded.source is None:
+        read = _masked(padded.inputs.ids, LENGTHS) | (
+            {"token_type_ids": padded.inputs.types.view(len(LENGTHS), -1)} if cfg.token_types else {}
+        )
+    else:
+        target = {f"decoder_{name}": value for name, value in _masked(padded.inputs.ids, LENGTHS).items()}
+        read = _masked(padded.source.ids, SOURCE_LENGTHS) | target
+    return Case(theirs, cfg, read, to_tensor(compared), to_tensor(labels), batches)
+
+
+def _source(ids: Any, packed: bool) -> Any:
+    width = int(SOURCE_LENGTHS.max())
+    return pack(ids, SOURCE_LENGTHS, width) if packed else pad(ids, SOURCE_LENGTHS, width, fill=0)
+
+
+def _masked(ids: Tensor, lengths: Any) -> dict[str, Tensor]:
+    ids = ids.view(len(lengths), -1)
+    mask = torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long()}
+
+
+def gpt2() -> Case:
+    theirs = hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            n_layer=2, n_embd=30, n_head=3, n_inner=44, n_positions=19, vocab_size=VOCAB, layer_norm_epsilon=EPS,
+            **COMMON,
+        )
+    )  # fmt: skip
+    cfg = ModelConfig(layers=2, width=30, heads=3, mlp_width=44, max_len=19, vocab=VOCAB, norm_eps=EPS)
+    return text_case(theirs, cfg)
+
+
+def llama(tied: bool) -> Case:
+    theirs = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            num_hidden_layers=2, hidden_size=36, num_attention_heads=6, num_key_value_heads=2, intermediate_size=50,
+            vocab_size=VOCAB, rms_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+            tie_word_embeddings=tied, **COMMON,
+        )
+    )  # fmt: skip
+    cfg = ModelConfig(
+        layers=2, width=36, heads=6, kv_heads=2, mlp_width=50, vocab=VOCAB, norm="rmsnorm", norm_eps=EPS,
+        activation="swiglu", positions="rotary", rope_theta=700.0, bias=False, tied=tied,
+    )  # fmt: skip
+    return text_case(theirs, cfg)
+
+
+def bert(classes: int) -> Case:
+    kind = hf.BertForSequenceClassification if classes else hf.BertForMaskedLM
+    theirs = kind(
+        hf.BertConfig(
+            num_hidden_layers=2, hidden_size=36, num_attention_heads=3, intermediate_size=50, vocab_size=VOCAB,
+            max_position_embeddings=19, type_vocab_size=3, layer_norm_eps=EPS, num_labels=classes or 2, **COMMON,
+        )
+    )  # fmt: skip
+    cfg = ModelConfig(
+        kind="encoder", layers=2, width=36, heads=3, mlp_width=50, vocab=VOCAB, max_len=19, token_types=3,
+        norm_eps=EPS, norm_order="post", activation="gelu", embed_norm=True, classes=classes,
+    )  # fmt: skip
+    return text_case(theirs, cfg, "class" if classes else "masked")
+
+
+def marian() -> Case:
+    theirs = hf.MarianMTModel(
+        hf.MarianConfig(
+            encoder_layers=2, decoder_layers=3, d_model=36, encoder_attention_heads=3, decoder_attention_heads=3,
+            encoder_ffn_dim=50, decoder_ffn_dim=50, activation_function="relu", scale_embedding=True, vocab_size=VOCAB,
+            decoder_vocab_size=VOCAB, max_position_embeddings=19, decoder_start_token_id=0, **COMMON,
+        )
+    )  # fmt: skip
+    cfg = ModelConfig(
+        kind="encoder-decoder", layers=2, decoder_layers=3, width=36, heads=3, mlp_width=50, vocab=VOCAB,
+        norm_order="post", activation="relu", positions="sinusoidal", embed_scale=True, label_smoothing=0.1,
+    )  # fmt: skip
+    return text_case(theirs, cfg)
+
+
+def vit() -> Case:
+    theirs = hf.ViTForImageClassification(
+        hf.ViTConfig(
+            num_hidden_layers=2, hidden_size=30, num_attention_heads=5, intermediate_size=44, image_size=12,
+            patch_size=4, num_channels=2, layer_norm_eps=EPS, num_labels=CLASSES, attn_implementation="eager",
+        )
+    )  # fmt: skip
+    cfg = ModelConfig(
+        kind="vit", layers=2, width=30, heads=5, mlp_width=44, image_size=12, patch=4, channels=2, classes=CLASSES,
+        activation="gelu", norm_eps=EPS,
+    )  # fmt: skip
+    rows = torch.arange(3)
+    pixels = torch.randn(3, 2, 12, 12, generator=torch.Generator().manual_seed(2))
+    batch = Batch(labels=rows, counts=COUNTS, samples=(), pixels=pixels)
+    return Case(theirs, cfg, {"pixel_values": pixels}, rows, rows, {"dense": (batch, rows)})
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gpt2": gpt2,
+    "llama-tied": lambda: llama(tied=True),
+    "llama-untied": lambda: llama(tied=False),
+    "bert-masked": lambda: bert(classes=0),
+    "bert-class": lambda: bert(classes=CLASSES),
+    "marian": marian,
+    "vit": vit,
+}
+FORMS = [(name, form) for name in CASES for form in (["dense"] if name == "vit" else ["packed", "padded"])]
+
+
+@cache
+def get_case(name: str) -> Case:
+    case = CASES[name]()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in case.theirs.eval().parameters():
+        if parameter.requires_grad:  # fresh biases are 0 and norms 1: without this, forgetting one would go unseen
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return case
+
+
+def build_ours(case: Case, cfg: ModelConfig | None = None) -> Model:
+    ours = build_model(cfg or case.cfg, "cpu").eval()
+    ours.load_state_dict(translate(case.theirs, ours, lambda parameter: parameter.data))
+    return ours
+
+
+def their_logits(case: Case) -> Tensor:
+    return case.theirs(**case.inputs).logits.flatten(0, -2)[case.their_rows]
+
+
+@torch.no_grad()
+def measure_error(case: Case, ours: Model, form: str) -> float:
+    batch, rows = case.batches[form]
+    return float((ours.logits(batch)[rows] - their_logits(case)).abs().max())
+
+
+@pytest.mark.parametrize("name,form", FORMS)
+def test_logits_equal_theirs(name: str, form: str) -> None:
+    case = get_case(name)
+    assert their_logits(case).std() > 0.3  # or an absolute bound would mean nothing
+    assert measure_error(case, build_ours(case), form) < TOLERANCE
+
+
+@pytest.mark.parametrize("name,form", FORMS)
+def test_gradients_equal_theirs(name: str, form: str) -> None:
+    case = get_case(name)
+    ours = build_ours(case).train()  # no dropout here, but label smoothing
+    case.theirs.zero_grad()
+    smoothing = case.cfg.label_smoothing
+    theirs = F.cross_entropy(their_logits(case), case.labels, reduction="sum", label_smoothing=smoothing)
+    loss = ours(case.batches[form][0])
+    theirs.backward()
+    loss.backward()
+    torch.testing.assert_close(loss, theirs, rtol=TOLERANCE, atol=0)
+    wanted = translate(case.theirs, ours, lambda parameter: parameter.grad)
+    for key, parameter in ours.named_parameters():
+        error, scale = (parameter.grad - wanted[key]).abs().max(), wanted[key].abs().max()
+        assert scale > 1e-3, f"{key} hardly matters here"
+        assert error < TOLERANCE * max(1.0, float(scale)), key
+
+
+@pytest.mark.parametrize("name,form", FORMS)
+def test_every_parameter_counts(name: str, form: str) -> None:
+    """The comparison above would notice the loss of any one of the parameters."""
+    case = get_case(name)
+    ours = build_ours(case)
+    for key, parameter in ours.named_parameters():
+        value = parameter.data.clone()
+        parameter.data.zero_()
+        assert measure_error(case, ours, form) > 10 * TOLERANCE, key
+        parameter.data.copy_(value)
+    assert measure_error(case, ours, form) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name,key,sizes",
+    [
+        ("gpt2", "decoder.blocks.1.attention.qkv.weight", (30, 30, 30)),
+        ("llama-tied", "decoder.blocks.0.mlp.up.weight", (50, 50)),
+        ("bert-masked", "encoder.blocks.1.attention.qkv.bias", (36, 36, 36)),
+        ("marian", "decoder.blocks.2.cross.kv.weight", (36, 36)),
+        ("vit", "encoder.blocks.0.attention.qkv.weight", (30, 30, 30)),
+    ],
+)
+def test_notices_swapped_parts(name: str, key: str, sizes: tuple[int, ...]) -> None:
+    """q and k (gate and up, k and v) in each other's place: shapes still fit, so only the values can tell."""
+    case = get_case(name)
+    ours = build_ours(case)
+    first, second, *rest = ours.get_parameter(key).data.split(sizes)
+    ours.get_parameter(key).data = torch.cat([second, first, *rest])
+    assert measure_error(case, ours, next(iter(case.batches))) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "name,change",
+    [
+        ("gpt2", {"norm_eps": 1e-5}),
+        ("gpt2", {"activation": "gelu"}),
+        ("gpt2", {"heads": 5}),
+        ("llama-tied", {"norm_eps": 1e-5}),
+        ("llama-tied", {"rope_theta": 10000.0}),
+        ("llama-tied", {"heads": 18, "kv_heads": 6}),
+        ("bert-masked", {"norm_eps": 1e-12}),
+        ("bert-masked", {"activation": "gelu_tanh"}),
+        ("marian", {"embed_scale": False}),
+        ("marian", {"activation": "gelu"}),
+        ("marian", {"norm_eps": 1e-3}),
+        ("vit", {"norm_eps": 1e-12}),
+        ("vit", {"activation": "relu"}),
+    ],
+)
+def test_notices_a_wrong_option(name: str, change: dict[str, Any]) -> None:
+    case = get_case(name)
+    ours = build_ours(case, replace(case.cfg, **change))
+    assert measure_error(case, ours, next(iter(case.batches))) > 10 * TOLERANCE
+
+
+def build_preset(preset: str, **data: Any) -> Model:
+    return build_model(build_config({"model": {"preset": preset}, "data": data}).model)
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "preset,task,count",
+    [
+        ("gpt2-small", "causal", 124_439_808),
+        ("llama-1b", "causal", 1_235_814_400),
+        ("bert-large", "masked", 335_174_458),
+        ("vit-base", "images", 86_567_656),
+    ],
+)
+def test_presets_have_the_published_sizes(preset: str, task: str, count: int) -> None:
+    model = build_preset(preset, task=task)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert count_parameters(model) == count
+
+
+def test_transformer_big_has_the_published_size() -> None:
+    ours = build_preset("transformer-big", task="translation", languages=["en", "de"])
+    with torch.device("meta"):
+        theirs = hf.MarianMTModel(
+            hf.MarianConfig(
+                encoder_layers=6, decoder_layers=6, d_model=1024, encoder_attention_heads=16,
+                decoder_attention_heads=16, encoder_ffn_dim=4096, decoder_ffn_dim=4096, vocab_size=37000,
+                decoder_vocab_size=37000, max_position_embeddings=16, decoder_start_token_id=0, **COMMON,
+            )
+        )  # fmt: skip
+    assert count_parameters(ours) == count_parameters(theirs)  # its tables of sines are parameters too, but frozen
+    assert count_parameters(ours) == pytest.approx(213e6, rel=0.01)  # "Attention Is All You Need", table 3
