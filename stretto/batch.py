@@ -47,7 +47,7 @@ class Sequences:
 class Counts:
     """What the host knows of a batch without asking the device."""
 
-    tokens: int  # real tokens the model reads (target tokens, for translation; image patches, for images)
+    tokens: int  # real tokens the model reads: target tokens for translation; for images, the number of images
     slots: int  # the same with padding
     labels: int  # positions that are predicted
     pairs: int  # (query, key) pairs of self attention in the main stack, before any causal mask
@@ -74,7 +74,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         pin = device.type == "cuda"
-        return _map_tensors(self, lambda t: (t.pin_memory() if pin else t).to(device, non_blocking=True))
+        moved: Batch = _map_tensors(self, lambda t: (t.pin_memory() if pin else t).to(device, non_blocking=True))
+        return moved
 
 
 def _map_tensors(value: Any, fn: Any) -> Any:

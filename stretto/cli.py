@@ -69,7 +69,7 @@ def generate(
 @app.command()
 def report(run: Run) -> None:
     """Write the run's report.html anew."""
-    from stretto.trained import write_report
+    from stretto.page import write_report
 
     typer.echo(write_report(run))
 

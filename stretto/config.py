@@ -95,6 +95,9 @@ class ModelConfig:
             f"model.heads = {self.heads} is not a multiple of model.kv_heads = {self.kv_heads}",
         )
         _require(
+            self.positions != "sinusoidal" or self.width % 2 == 0, "model.positions = 'sinusoidal' needs an even width"
+        )
+        _require(
             self.positions != "rotary" or self.width // self.heads % 2 == 0,
             "model.positions = 'rotary' needs an even head size (model.width / model.heads)",
         )

@@ -10,6 +10,11 @@ from stretto.batch import Counts
 from stretto.config import ModelConfig
 
 
+def tokens_per_sample(cfg: ModelConfig) -> int:
+    """What one counted unit of a batch is worth in tokens: an image becomes its patches and the class token."""
+    return (cfg.image_size // cfg.patch) ** 2 + 1 if cfg.kind == "vit" else 1
+
+
 def training_flops(cfg: ModelConfig, counts: Counts) -> float:
     """Forward and backward over one batch."""
     width, kv_heads = cfg.width, cfg.kv_heads or cfg.heads
@@ -18,9 +23,8 @@ def training_flops(cfg: ModelConfig, counts: Counts) -> float:
     inner = cfg.mlp_width or 4 * width
     block = attention + (3 if cfg.activation == "swiglu" else 2) * width * inner
     if cfg.kind == "vit":
-        patches = (cfg.image_size // cfg.patch) ** 2
-        images, length = counts.tokens, patches + 1
-        products = images * (patches * cfg.channels * cfg.patch**2 * width + length * cfg.layers * block)
+        images, length = counts.tokens, tokens_per_sample(cfg)
+        products = images * ((length - 1) * cfg.channels * cfg.patch**2 * width + length * cfg.layers * block)
         return 6 * (products + images * width * cfg.classes) + 12 * cfg.layers * width * images * length**2
     if cfg.kind == "encoder":
         products = counts.tokens * cfg.layers * block + counts.labels * width * (width + cfg.vocab)

@@ -211,7 +211,7 @@ class LMHead(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         masked = cfg.kind == "encoder"
-        self.activation = cfg.activation
+        self.activation = "gelu" if cfg.activation == "swiglu" else cfg.activation  # no gate here: the width stays
         self.transform = nn.Linear(cfg.width, cfg.width) if masked else None
         self.norm = build_norm(cfg) if masked else None
         self.weight = None if cfg.tied else nn.Parameter(torch.empty(cfg.vocab, cfg.width))
@@ -235,7 +235,7 @@ class Model(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         smoothing = self.cfg.label_smoothing if self.training else 0.0
-        logits = self.logits(batch).float()
+        logits = _at_least_fp32(self.logits(batch))
         return F.cross_entropy(
             logits, batch.labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
         )  # fmt: skip
@@ -272,7 +272,8 @@ class Encoder(Model):
         inputs = _given(batch.inputs)
         x = self.encoder(self.embedding(inputs), inputs.positions, inputs.layout)
         if isinstance(self.head, ClassHead):
-            return self.head(x[inputs.layout.offsets[:-1]])  # the first token stands for its sequence
+            first = inputs.layout.offsets[:-1].clamp(max=x.shape[0] - 1)  # an empty sequence has no token of its own
+            return self.head(x[first])
         if batch.label_at is not None:
             x = x[batch.label_at]
         return self.head(x, self.embedding.token.weight)
@@ -381,10 +382,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, 
     """Softmax attention inside each sequence: q [T, H, D], k and v [T', K, D] to [T, H, D]."""
     if q_layout.dense and k_layout.dense:
         return _attend_dense(q, k, v, q_layout, k_layout, causal, dropout)
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
+    packed = q_layout.lengths is None and k_layout.lengths is None
+    if packed and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
         from torch.nn.attention.varlen import varlen_attn
 
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        if k.shape[1] != q.shape[1]:  # torch 2.11 groups KV heads by itself, later ones by an option: neither is needed
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
         out = varlen_attn(q, k, v, *ends, window_size=(-1, 0) if causal else (-1, -1))
         assert isinstance(out, Tensor)
@@ -417,7 +420,7 @@ def _as_rows(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _padded(layout: Layout) -> Layout:
-    return Layout(layout.offsets, layout.max_len, dense=True, lengths=layout.offsets.diff())
+    return layout if layout.dense else Layout(layout.offsets, layout.max_len, dense=True, lengths=layout.offsets.diff())
 
 
 def _pad(x: Tensor, layout: Layout) -> Tensor:
@@ -442,7 +445,7 @@ def rotary_angles(positions: Tensor, head_size: int, theta: float) -> Rotary:
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotates the pairs (x[i], x[i + D/2]) of each head of x [T, heads, D] by the token's angles."""
     cos, sin = (t[:, None, :] for t in rotary)
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = _at_least_fp32(x).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
@@ -470,12 +473,17 @@ def build_norm(cfg: ModelConfig) -> nn.Module:
 
 def _decode(model: Decoder | EncoderDecoder, ids: Tensor, cache: Cache) -> Tensor:
     rows, new = ids.shape
+    assert new == 1 or cache.length == 0, "several tokens at once only as the first prompt"
     positions = torch.arange(cache.length, cache.length + new, device=ids.device).repeat(rows)
     layout = dense_layout(rows, new, device=ids.device)
     x = model.embedding(Sequences(ids.flatten(), positions, layout))
     x = model.decoder(x, positions, layout, cache.memory, cache.memory_layout, cache)
     cache.length += new
     return model.head(x.view(rows, new, -1)[:, -1], model.embedding.token.weight)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def _given(value: X | None) -> X:

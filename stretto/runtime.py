@@ -60,7 +60,8 @@ class Runtime:
 
 @contextmanager
 def start(cfg: RunConfig) -> Iterator[Runtime]:
-    """Sets up this process, alone or under torchrun, and takes it down again."""
+    """Sets up this process, alone or under torchrun, and takes it down again. A process group that the caller has
+    made is used and left alone."""
     runtime = Runtime(_choose_device(cfg), int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
@@ -68,7 +69,8 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
     torch.use_deterministic_algorithms(cfg.deterministic)
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if runtime.world > 1:
+    own_group = runtime.world > 1 and not dist.is_initialized()
+    if own_group:
         backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=cfg.timeout_s))
     try:
@@ -80,7 +82,7 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
             raise
         raise explained from error
     finally:
-        if dist.is_initialized():
+        if own_group:
             dist.destroy_process_group()
 
 

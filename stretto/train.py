@@ -17,14 +17,15 @@ from stretto.data import Data, open_data
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
 from stretto.evaluate import evaluate
-from stretto.flops import training_flops
+from stretto.flops import tokens_per_sample, training_flops
 from stretto.guard import Guard
 from stretto.model import build_model, sites
 from stretto.optim import build_optimizer, learning_rate, set_learning_rate
+from stretto.page import write_report
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.step import PRECISIONS, Trainable, resolve_precision, run_step
-from stretto.trained import save_run, write_report
+from stretto.trained import save_run
 from stretto.weights import materialise
 
 
@@ -206,9 +207,15 @@ def _due(every: int, done: int, total: int) -> bool:
 
 
 def _count(config: Config, batches: list[tuple[int, Batch]]) -> list[int]:
-    counts = [batch.counts for _, batch in batches]
+    """Labels, tokens, slots and floating-point operations of these micro-batches."""
+    counts, unit = [batch.counts for _, batch in batches], tokens_per_sample(config.model)
     flops = sum(training_flops(config.model, c) for c in counts)
-    return [sum(c.labels for c in counts), sum(c.tokens for c in counts), sum(c.slots for c in counts), int(flops)]
+    return [
+        sum(c.labels for c in counts),
+        sum(c.tokens for c in counts) * unit,
+        sum(c.slots for c in counts) * unit,
+        round(flops),
+    ]
 
 
 def _prepare_folder(folder: Path, resume: bool) -> None:

@@ -12,8 +12,7 @@ from stretto import checkpoint
 from stretto.config import Config, dump_config, load_config
 from stretto.data import Tokenizer, load_tokenizer
 from stretto.errors import CheckpointError
-from stretto.model import Decoder, Model, build_model
-from stretto.page import write_page
+from stretto.model import Model, build_model
 
 
 @dataclass(frozen=True)
@@ -44,12 +43,3 @@ def load_trained(folder: Path, device: torch.device) -> Trained:
     tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
     labels = tuple(json.loads((folder / "labels.json").read_text(encoding="utf-8")))
     return Trained(config, model, step, tokenizer, labels, device)
-
-
-def write_report(folder: Path) -> Path:
-    """Writes report.html, with a sample from the model where it is one that writes."""
-    from stretto.generate import sample
-
-    trained = load_trained(folder, torch.device("cpu"))
-    text = sample(trained, trained.config.train.sample) if isinstance(trained.model, Decoder) else ""
-    return write_page(folder, dump_config(trained.config), text)

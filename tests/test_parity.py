@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from hf_weights import translate
 from torch import Tensor, nn
 
 from stretto.batch import IGNORE, Batch, Counts
 from stretto.config import ModelConfig, build_config
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Model, build_model
+from tests.hf_weights import translate
 
 TOLERANCE = 1e-5
 COUNTS = Counts(0, 0, 0, 0)  # models do not look at them

@@ -136,8 +136,8 @@ def _open_hub(key: str, source: str) -> Documents:
 
 
 def _load_hub(key: str, source: str) -> Any:
-    from datasets import load_dataset  # type: ignore[import-untyped]
-    from datasets.exceptions import DatasetsError  # type: ignore[import-untyped]
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     failure: Exception | None = None
     for arguments in _readings(source.removeprefix("hf:")):

@@ -1,32 +1,15 @@
-"""Small corpora, and what it means for two batches to be equal."""
+"""Small corpora, and how to open them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from tests.data.corpora import Opener, sentence
 
 from stretto.config import DataConfig
 from stretto.data import Data, open_data
-
-WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "small", "red", "bird", "fly", "over", "trees")
-
-
-def sentence(number: int, length: int) -> str:
-    return " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(length))
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal field by field, tensors included."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if is_dataclass(a):
-        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    return bool(a == b)
 
 
 @pytest.fixture
@@ -46,9 +29,6 @@ def parallel(tmp_path: Path) -> str:
     Path(f"{prefix}.en").write_text("".join(f"{sentence(i, i % 12 + 1)}\n" for i in range(60)))
     Path(f"{prefix}.de").write_text("".join(f"{sentence(i + 3, i % 7 + 2)}\n" for i in range(60)))
     return str(prefix)
-
-
-Opener = Callable[..., Data]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Opener
+from tests.data.corpora import Opener
 from PIL import Image
 
 from stretto.data import Data, read_image

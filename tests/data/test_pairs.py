@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Opener, sentence
+from tests.data.corpora import Opener, sentence
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Opener, same
+from tests.data.corpora import Opener, same
 
 from stretto.data import Data
 from stretto.data.stream import EpochOrder, Purpose, count_held_out, random_stream

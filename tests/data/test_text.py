@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Opener, same
+from tests.data.corpora import Opener, same
 
 from stretto.batch import IGNORE, Batch
 from stretto.data.text import TextData

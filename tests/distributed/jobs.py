@@ -1,0 +1,61 @@
+"""Runs a list of training jobs in this process, and writes down what each consumed and produced.
+
+The tests start this file once, alone and under torchrun, with all jobs they need: a launch costs seconds.
+    python -m tests.distributed.jobs JOBS.json OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stretto.train
+from stretto.config import build_config
+from stretto.errors import StrettoError
+from stretto.train import train
+
+
+def run_job(tree: dict[str, Any], resume: bool, stop_after: int) -> dict[str, Any]:
+    samples: dict[int, list[tuple[int, ...]]] = {}
+    run_step = stretto.step.run_step
+    steps = 0
+
+    def watched(parts: Any, batches: Any, *rest: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        samples.update({index: batch.samples for index, batch in batches})
+        result = run_step(parts, batches, *rest)
+        if steps == stop_after and os.environ.get("RANK", "0") == "1":
+            os.kill(os.getpid(), 15)  # one process alone is told: all must agree
+        return result
+
+    stretto.train.run_step = watched  # type: ignore[assignment]
+    try:
+        train(build_config(tree), resume)
+        code = 0
+    except StrettoError as error:
+        code = error.exit_code
+    finally:
+        stretto.train.run_step = run_step
+    return {"samples": samples, "code": code}
+
+
+def main() -> None:
+    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    rank = os.environ.get("RANK", "0")
+    if "RANK" in os.environ:  # one group for all jobs: torchrun's store serves only one
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    for name, job in jobs.items():
+        result = run_job(job["config"], job.get("resume", False), job.get("stop_after", 0))
+        (out / f"{name}.{rank}.json").write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+main()

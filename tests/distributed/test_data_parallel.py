@@ -1,0 +1,145 @@
+"""Two real processes (gloo) do what one does: the same samples, the same losses, the same weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stretto import checkpoint
+from stretto.report import read_events
+from tests.conftest import write_corpus, write_images, write_pairs
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+
+
+def base(folder: Path) -> dict[str, Any]:
+    return {
+        "run": {"dir": "", "device": "cpu", "timeout_s": 60},
+        "data": {"train": str(write_corpus(folder / "text")), "seq_len": 16, "batch_size": 4, "suffix": ".txt"},
+        "model": {"layers": 2, "width": 32, "heads": 4, "max_len": 32, "dropout": 0.1},
+        "optim": {"lr": 1e-2, "warmup": 5},
+        "train": {"steps": 8, "log_every": 1, "micro_batches": 4, "eval_batches": 3, "eval_every": 4},
+        "parallel": {"data": "replicate"},
+    }
+
+
+def change(tree: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    tree = copy.deepcopy(tree)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree.setdefault(section, {})[name] = value
+    return tree
+
+
+def launch(jobs: dict[str, Any], folder: Path, processes: int) -> None:
+    """All jobs in one launch, each in its own run folder."""
+    folder.mkdir()
+    for name, job in jobs.items():
+        job["config"]["run"]["dir"] = str(folder / job.get("folder", name))
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+    command = [sys.executable, *(torchrun if processes > 1 else []), "-m", "tests.distributed.jobs"]
+    done = subprocess.run(
+        [*command, str(folder / "jobs.json"), str(folder)],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in read_events(folder) if "loss" in event}
+
+
+def eval_losses(folder: Path) -> dict[int, float]:
+    return {event["step"]: event["eval_loss"] for event in read_events(folder) if "eval_loss" in event}
+
+
+def samples(folder: Path, name: str, processes: int) -> dict[str, list[int]]:
+    """Micro-batch number -> its samples, over all processes."""
+    found: dict[str, list[int]] = {}
+    for rank in range(processes):
+        found |= json.loads((folder / f"{name}.{rank}.json").read_text())["samples"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    plain = base(folder)
+    pairs, images = str(write_pairs(folder / "pairs")), str(write_images(folder / "images.npz"))
+    translation = change(
+        plain, data__task="translation", data__train=pairs, data__languages=["xx", "yy"], data__max_tokens=64,
+        data__held_out=0.2, model__kind="encoder-decoder", data__seq_len=64, model__max_len=64,
+    )  # fmt: skip
+    vit = change(
+        plain, data__task="images", data__train=images, model__kind="vit", model__image_size=16, model__patch=4,
+        data__held_out=0.2,
+    )  # fmt: skip
+    single = {"plain": plain, "translation": translation, "vit": vit}
+    double = {name: tree for name, tree in single.items()}
+    double |= {f"{name}-shard": change(tree, parallel__data="shard") for name, tree in single.items()}
+    launch({name: {"config": copy.deepcopy(tree)} for name, tree in single.items()}, folder / "one", 1)
+    jobs: dict[str, Any] = {name: {"config": copy.deepcopy(tree)} for name, tree in double.items()}
+    for mode in ("replicate", "shard"):
+        tree = change(plain, parallel__data=mode)
+        jobs[f"stop-{mode}"] = {"config": copy.deepcopy(tree), "stop_after": 3}
+        jobs[f"go-on-{mode}"] = {"config": copy.deepcopy(tree), "resume": True, "folder": f"stop-{mode}"}
+    jobs["uneven"] = {"config": change(plain, train__micro_batches=3)}
+    launch(jobs, folder / "two", 2)
+    return folder
+
+
+@pytest.mark.parametrize("job", ["plain", "translation", "vit"])
+@pytest.mark.parametrize("mode", ["", "-shard"])
+def test_two_processes_equal_one(runs: Path, job: str, mode: str) -> None:
+    one, two = runs / "one", runs / "two"
+    assert samples(one, job, 1) == samples(two, job + mode, 2)
+    mine, theirs = losses(one / job), losses(two / f"{job}{mode}")
+    assert mine.keys() == theirs.keys() and len(mine) == 8
+    for step, loss in mine.items():
+        assert theirs[step] == pytest.approx(loss, abs=1e-5)
+    for step, loss in eval_losses(one / job).items():
+        assert eval_losses(two / f"{job}{mode}")[step] == pytest.approx(loss, abs=1e-5)
+    first, second = (checkpoint.load(folder / "checkpoints", 8) for folder in (one / job, two / f"{job}{mode}"))
+    assert first.weights.keys() == second.weights.keys() and first.moments.keys() == second.moments.keys()
+    for name, value in first.weights.items():
+        torch.testing.assert_close(second.weights[name], value, atol=1e-4, rtol=0)
+
+
+def test_each_process_gets_its_own_share(runs: Path) -> None:
+    """The control of the test above: were both given everything, the union would be equal too."""
+    shares = [json.loads((runs / "two" / f"plain.{rank}.json").read_text())["samples"].keys() for rank in (0, 1)]
+    assert shares[0].isdisjoint(shares[1]) and len(shares[0]) == len(shares[1]) == 16
+
+
+@pytest.mark.parametrize("mode", ["replicate", "shard"])
+def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_exactly(runs: Path, mode: str) -> None:
+    codes = {
+        name: [json.loads((runs / "two" / f"{name}-{mode}.{rank}.json").read_text())["code"] for rank in (0, 1)]
+        for name in ("stop", "go-on")
+    }
+    assert codes == {"stop": [75, 75], "go-on": [0, 0]}
+    whole = runs / "two" / ("plain" if mode == "replicate" else "plain-shard")
+    assert losses(runs / "two" / f"stop-{mode}") == losses(whole)
+    one, two = (checkpoint.load(f / "checkpoints", 8) for f in (whole, runs / "two" / f"stop-{mode}"))
+    for mine, theirs in ((one.weights, two.weights), (one.moments, two.moments)):
+        assert all(torch.equal(theirs[name], value) for name, value in mine.items())
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_before_step_one(runs: Path) -> None:
+    for rank in (0, 1):
+        result = json.loads((runs / "two" / f"uneven.{rank}.json").read_text())
+        assert result == {"samples": {}, "code": 3}
