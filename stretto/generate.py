@@ -96,7 +96,8 @@ def beam_search(trained: Trained, sources: list[list[int]], beam: int) -> list[l
         top, flat = total.flatten(1).topk(2 * beam)
         parent, token = flat // logits.shape[1], flat % logits.shape[1]
 
-        ends = (token == tokenizer.eos) & (torch.arange(2 * beam, device=device) < beam) & (finished < beam)[:, None]
+        ends = (token == tokenizer.eos) & (top > -torch.inf) & (finished < beam)[:, None]
+        ends[:, beam:] = False
         ending, at = torch.where(ends, top / length, -torch.inf).max(1)
         better = ending > best
         best = torch.where(better, ending, best)

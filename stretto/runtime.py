@@ -62,13 +62,13 @@ class Runtime:
 def start(cfg: RunConfig) -> Iterator[Runtime]:
     """Sets up this process, alone or under torchrun, and takes it down again. A process group that the caller has
     made is used and left alone."""
+    deterministic_before = torch.are_deterministic_algorithms_enabled()
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+        torch.use_deterministic_algorithms(True)
     runtime = Runtime(_choose_device(cfg), int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
-        torch.backends.cuda.matmul.allow_tf32 = True
-    torch.use_deterministic_algorithms(cfg.deterministic)
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     own_group = runtime.world > 1 and not dist.is_initialized()
     if own_group:
         backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
@@ -82,6 +82,7 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
             raise
         raise explained from error
     finally:
+        torch.use_deterministic_algorithms(deterministic_before)
         if own_group:
             dist.destroy_process_group()
 

@@ -48,6 +48,13 @@ def write_images(path: Path, count: int = 96, size: int = 16) -> Path:
     return path
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 MakeConfig = Callable[..., Config]
 
 

@@ -219,8 +219,6 @@ def test_attention_is_its_definition(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # the first backward pass of a process, in torch itself
 @ATTENTION
 def test_packed_kernel_is_as_exact_as_the_padded_one(
     q_lengths: list[int], k_lengths: list[int] | None, causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch

@@ -237,6 +237,25 @@ def test_fp16_and_bf16_train_on_the_cpu_too(make_config: MakeConfig, tmp_path: P
         assert losses[-1] < losses[0] - 1.0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("join", [False, True])
+def test_interrupted_equals_uninterrupted_on_a_gpu(
+    make_config: MakeConfig, trace_run: Callable[..., Trace], tmp_path: Path, precision: str, join: bool
+) -> None:
+    runs = [
+        trace_run(
+            make_config(
+                run__dir=str(tmp_path / name), run__device="cuda", run__deterministic=True, train__steps=20,
+                train__precision=precision, train__micro_batches=2, data__join_documents=join, data__batch_size=8,
+            ),
+            stops,
+        )
+        for name, stops in (("whole", ()), ("parts", (7, 13)))
+    ]  # fmt: skip
+    assert_same(*runs)
+
+
 @pytest.mark.slow
 def test_compile_follows_eager(make_config: MakeConfig, trace_run: Callable[..., Trace], tmp_path: Path) -> None:
     runs = [

@@ -115,8 +115,9 @@ def test_two_processes_equal_one(runs: Path, job: str, mode: str) -> None:
         assert eval_losses(two / f"{job}{mode}")[step] == pytest.approx(loss, abs=1e-5)
     first, second = (checkpoint.load(folder / "checkpoints", 8) for folder in (one / job, two / f"{job}{mode}"))
     assert first.weights.keys() == second.weights.keys() and first.moments.keys() == second.moments.keys()
-    for name, value in first.weights.items():
-        torch.testing.assert_close(second.weights[name], value, atol=1e-4, rtol=0)
+    # Averaged gradients, not weights: Adam blows up rounding where the true gradient is 0 (the bias of a key).
+    for name, value in first.moments.items():
+        torch.testing.assert_close(second.moments[name], value, atol=1e-5, rtol=1e-3)
 
 
 def test_each_process_gets_its_own_share(runs: Path) -> None:

@@ -1,0 +1,113 @@
+"""The command line as a user meets it: help at once, errors in one line, exit codes by kind, nothing lost on Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stretto import cli
+from stretto.report import read_events
+from tests.conftest import write_corpus, write_pairs
+
+HEAVY = ("torch", "numpy", "transformers", "tokenizers", "matplotlib", "tensorboard", "datasets")
+
+
+def test_help_and_recipes_import_nothing_heavy() -> None:
+    code = (
+        "import sys, stretto, stretto.cli as cli; from typer.testing import CliRunner\n"
+        "for arguments in (['--help'], ['train', '--help'], ['recipes']):\n"
+        "    assert CliRunner().invoke(cli.app, arguments).exit_code == 0\n"
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["stretto", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "nowhere.toml"], 3, "nowhere.toml"),
+        (["train", "demo", "--set", "train.stepz=3"], 3, "train.stepz"),
+        (["train", "demo", "--set", "data.train=/no/such/corpus"], 4, "/no/such/corpus"),
+        (["train", "translation", "--set", "data.train=/no/such/pair"], 4, "/no/such/pair"),
+        (["train", "images", "--set", "data.train=/no/such/images"], 4, "/no/such/images"),
+        (["eval", "no-run"], 5, "no-run"),
+        (["generate", "no-run"], 5, "no-run"),
+        (["report", "no-run"], 5, "no-run"),
+        (["train"], 2, "recipe"),
+    ],
+)
+def test_one_clear_line_and_an_exit_code_by_kind(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(monkeypatch, *arguments) == code
+    output = capsys.readouterr().err
+    assert words.lower() in output.lower() and "Traceback" not in output
+
+
+def start(recipe: str, folder: Path, *overrides: str, resume: bool = False) -> subprocess.Popen[str]:
+    sets = [part for override in overrides for part in ("--set", override)]
+    command = [sys.executable, "-m", "stretto", "train", recipe, "--set", f"run.dir={folder}", *sets]
+    return subprocess.Popen(
+        command + ["--resume"] * resume, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "events.jsonl").exists() and any(e.get("step", 0) >= step for e in read_events(folder)):
+            return
+        time.sleep(0.05)
+    process.kill()
+    pytest.fail(f"the run did not reach step {step}: {process.communicate()[0]}")
+
+
+def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
+    corpus = f"data.train={write_corpus(tmp_path / 'text')}"
+    small = [corpus, "model.layers=1", "data.seq_len=32", "train.steps=400", "train.log_every=5", "train.eval_every=0"]
+    run = tmp_path / "run"
+    first = start("demo", run, *small)
+    wait_for_step(run, 10, first)
+    first.send_signal(signal.SIGINT)
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 75 and "--resume" in output and "Traceback" not in output
+    stopped = max(event.get("step", 0) for event in read_events(run))
+    second = start("demo", run, *small, resume=True)
+    output, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, output
+    steps = [event["step"] for event in read_events(run) if "loss" in event]
+    assert steps == [1, *range(5, 401, 5)] and stopped < 400
+
+
+def test_translation_files_of_unequal_length_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_pairs(tmp_path / "pairs")
+    with (tmp_path / "pairs.yy").open("a") as file:
+        file.write("one more\n")
+    arguments = ["train", "translation", "--set", f"data.train={prefix}", "--set", 'data.languages=["xx", "yy"]']
+    assert exit_code(monkeypatch, *arguments, "--set", f"run.dir={tmp_path / 'run'}") == 4
+    output = capsys.readouterr().err
+    assert "pairs.xx" in output and "pairs.yy" in output and "61" in output

@@ -1,0 +1,130 @@
+"""Generation against slow, obvious searches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.batch import Batch, Counts, Sequences, dense_layout
+from stretto.config import Config, ModelConfig
+from stretto.data import Tokenizer
+from stretto.errors import DataError
+from stretto.generate import beam_search, sample, translate
+from stretto.model import EncoderDecoder, Model, build_model
+from stretto.trained import Trained
+from stretto.weights import materialise
+
+CPU = torch.device("cpu")
+
+
+class Letters(Tokenizer):
+    """Four letters and four special tokens: small enough to try every sentence."""
+
+    size = 8
+    special_ids = frozenset({4, 5, 6, 7})
+
+    def find_special(self, role: str) -> int:
+        return 4 + ("pad", "bos", "eos", "mask").index(role)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [["abcd".index(letter) for letter in text] for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("abcd"[i] for i in ids)
+
+    def to_json(self) -> str:
+        return "{}"
+
+
+def trained(kind: str, max_len: int, seed: int) -> Trained:
+    cfg = ModelConfig(kind=kind, vocab=16, layers=2, width=16, heads=2, max_len=max_len)  # type: ignore[arg-type]
+    model = build_model(cfg).eval()
+    materialise(model, cfg, seed, CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)  # sharp enough that searches differ
+    return Trained(Config(), model, 0, Letters(), (), CPU)
+
+
+def sequence(ids: list[int]) -> Sequences:
+    return Sequences(torch.tensor(ids), torch.arange(len(ids)), dense_layout(1, len(ids)))
+
+
+def log_probabilities(model: Model, ids: list[int], source: list[int] | None = None) -> torch.Tensor:
+    """Of the next token after each prefix, with everything forbidden left out."""
+    batch = Batch(
+        torch.tensor(ids), Counts(0, 0, 0, 0), (), sequence(ids), source=None if source is None else sequence(source)
+    )
+    logits = model.logits(batch).detach()
+    logits[:, [4, 5, 7, *range(8, 16)]] = -torch.inf
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_beam_wide_enough_finds_the_best_of_all_sentences(seed: int) -> None:
+    run = trained("encoder-decoder", max_len=4, seed=seed)
+    source = [0, 2, 1][: 1 + seed % 3] + [6]
+    scores: dict[tuple[int, ...], float] = {}
+    for length in range(3):
+        for letters in itertools.product(range(4), repeat=length):
+            steps = log_probabilities(run.model, [5, *letters], source)
+            chosen = [*letters, 6]
+            scores[letters] = float(steps[range(len(chosen)), chosen].sum()) / len(chosen)
+    best = max(scores, key=scores.__getitem__)
+    assert tuple(beam_search(run, [source, [3, 6]], beam=64)[0]) == best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_beam_one_is_greedy(seed: int) -> None:
+    run = trained("encoder-decoder", max_len=12, seed=seed)
+    sources = [[0, 1, 6], [2, 6], [3, 3, 1, 6]]
+    for source, found in zip(sources, beam_search(run, sources, beam=1), strict=True):
+        ids = [5]
+        while len(ids) < 12 and ids[-1] != 6:
+            ids.append(int(log_probabilities(run.model, ids, source)[-1].argmax()))
+        assert found == [i for i in ids[1:] if i != 6]
+
+
+def test_translations_come_back_in_order_whatever_the_batches() -> None:
+    run = trained("encoder-decoder", max_len=12, seed=1)
+    sentences = ["abcd", "a", "dddd", "", "bc", "cab"]
+    together, alone = translate(run, sentences, beam=2), [translate(run, [s], beam=2)[0] for s in sentences]
+    assert together == alone == translate(run, sentences, beam=2, max_tokens=1)
+    assert isinstance(run.model, EncoderDecoder) and len(set(together)) > 1
+
+
+def test_sampling_at_temperature_0_takes_the_likeliest() -> None:
+    run = trained("decoder", max_len=16, seed=3)
+    ids = [5, 0, 1]
+    while len(ids) < 16:
+        ids.append(int(log_probabilities(run.model, ids)[-1].argmax()))
+        if ids[-1] == 6:
+            ids.pop()
+            break
+    assert sample(run, "ab", temperature=0) == Letters().decode(ids[1:])
+
+
+def test_sampling_follows_its_seed_and_the_distribution() -> None:
+    run = trained("decoder", max_len=3, seed=3)
+    assert sample(run, "a", seed=1) == sample(run, "a", seed=1)
+    texts = [sample(run, "a", temperature=1.0, seed=seed) for seed in range(600)]
+    expected = log_probabilities(run.model, [5, 0])[-1].exp()
+    for i, letter in enumerate("abcd"):
+        share = sum(text == f"a{letter}" for text in texts) / len(texts)
+        assert share == pytest.approx(float(expected[i]), abs=0.07)
+
+
+def test_a_prompt_that_is_too_long_says_so() -> None:
+    with pytest.raises(DataError, match="at most 3"):
+        sample(trained("decoder", max_len=4, seed=0), "abcda")
+
+
+def test_an_input_that_is_not_there_is_named(tmp_path: Path) -> None:
+    from stretto.generate import produce
+
+    with pytest.raises(DataError, match=r"absent\.txt"):
+        list(produce(trained("decoder", 8, 0), "", tmp_path / "absent.txt", 5, 0.0, 1, 1, 0))

@@ -1,0 +1,69 @@
+"""Rules that a reader relies on and no linter knows: nothing executes what it loads, and the documents tell the truth."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "stretto").rglob("*.py"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FORBIDDEN_MODULES = {"pickle", "dill", "shelve", "marshal", "yaml"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "os.system"}
+FORBIDDEN_ARGUMENTS = {"shell", "trust_remote_code", "weights_only"}
+
+
+def find_offences(source: str) -> list[str]:
+    offences = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            offences += [alias.name for alias in node.names if alias.name.split(".")[0] in FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_MODULES:
+            offences.append(node.module or "")
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in FORBIDDEN_CALLS:
+                offences.append(name)
+            offences += [word.arg for word in node.keywords if word.arg in FORBIDDEN_ARGUMENTS]
+            if any(word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords):
+                offences.append("allow_pickle")
+    return offences
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_executes_what_it_loads(path: Path) -> None:
+    assert find_offences(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import pickle",
+        "from dill import load",
+        "eval('1')",
+        "torch.load(f)",
+        "run(x, shell=True)",
+        "np.load(f, allow_pickle=True)",
+    ],
+)
+def test_a_planted_offence_is_found(planted: str) -> None:
+    assert find_offences(planted)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_in_the_documents_leads_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:\s]+)\)", text)
+    missing = [link for link in links if not (path.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_walk_names_every_module() -> None:
+    """A module that no document mentions is one that nobody will find."""
+    walk = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+    modules = [path for path in SOURCES if path.stem not in ("__init__", "__main__")]
+    names = [str(path.relative_to(ROOT / "stretto")) for path in modules]
+    assert [name for name in names if name not in walk] == []
