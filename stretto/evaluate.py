@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from stretto.config import load_config
 from stretto.data import Data, PairData, open_data
 from stretto.generate import translate
 from stretto.model import Model
 from stretto.runtime import Runtime, start
 from stretto.step import autocast, resolve_precision
-from stretto.trained import Trained, load_trained
+from stretto.trained import Trained, load_run_config, load_trained
 
 
 @torch.no_grad()
@@ -52,9 +50,9 @@ def evaluate(model: Model, precision: str, data: Data, num_batches: int, rt: Run
 
 def measure(folder: Path, beam: int) -> dict[str, Any]:
     """What `stretto eval` prints: the best weights of a run on all evaluation data, and BLEU on the test sentences."""
-    with start(replace(load_config(folder / "config.toml").run, dir=str(folder))) as rt:
+    cfg = load_run_config(folder)
+    with start(cfg.run) as rt:
         trained = load_trained(folder, rt.device)
-        cfg = trained.config
         data = open_data(cfg.data, seed=cfg.run.seed, folder=folder / "data", image_size=cfg.model.image_size)
         precision = resolve_precision(cfg.train.precision, rt.device)
         scores: dict[str, Any] = {"step": trained.step, **evaluate(trained.model, precision, data, 0, rt)}

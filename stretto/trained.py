@@ -31,10 +31,14 @@ def save_run(folder: Path, config: Config, labels: tuple[str, ...]) -> None:
     (folder / "labels.json").write_text(json.dumps(labels), encoding="utf-8")
 
 
-def load_trained(folder: Path, device: torch.device) -> Trained:
+def load_run_config(folder: Path) -> Config:
     if not (folder / "config.toml").exists():
         raise CheckpointError(f"{folder} is not a run folder: it has no config.toml")
-    config = load_config(folder / "config.toml")
+    return load_config(folder / "config.toml")
+
+
+def load_trained(folder: Path, device: torch.device) -> Trained:
+    config = load_run_config(folder)
     step = checkpoint.find_best(folder / "checkpoints")
     if step is None:
         raise CheckpointError(f"{folder} has no checkpoint that can be used")
