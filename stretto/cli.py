@@ -56,13 +56,11 @@ def generate(
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
 ) -> None:
     """Let a trained run write, translate or label."""
-    import torch
-
     from stretto.generate import produce
+    from stretto.runtime import choose_device
     from stretto.trained import load_trained
 
-    trained = load_trained(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    for line in produce(trained, prompt, input, max_new, temperature, top_k, beam, seed):
+    for line in produce(load_trained(run, choose_device()), prompt, input, max_new, temperature, top_k, beam, seed):
         typer.echo(line)
 
 
@@ -70,8 +68,9 @@ def generate(
 def report(run: Run) -> None:
     """Write the run's report.html anew."""
     from stretto.page import write_report
+    from stretto.runtime import choose_device
 
-    typer.echo(write_report(run))
+    typer.echo(write_report(run, choose_device()))
 
 
 @app.command()

@@ -49,7 +49,7 @@ def translate(trained: Trained, sentences: Sequence[str], beam: int = 4, max_tok
     """Translates, in batches of similar length. Beam 1 is greedy."""
     tokenizer = _tokenizer(trained)
     limit = trained.model.cfg.max_len - 1
-    encoded = [[*tokenizer.encode(sentence)[: limit - 1], tokenizer.eos] for sentence in sentences]
+    encoded = [[*tokenizer.encode(sentence.strip())[: limit - 1], tokenizer.eos] for sentence in sentences]
     out = [""] * len(sentences)
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
     for rows in _batches(order, encoded, max_tokens // beam):

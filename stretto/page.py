@@ -82,9 +82,9 @@ $sections
 """)
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, device: torch.device) -> Path:
     """The page of a trained run, with a sample from the model where it is one that writes."""
-    trained = load_trained(folder, torch.device("cpu"))
+    trained = load_trained(folder, device)
     text = sample(trained, trained.config.train.sample) if isinstance(trained.model, Decoder) else ""
     return write_page(folder, dump_config(trained.config), text)
 

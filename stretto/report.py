@@ -81,7 +81,7 @@ class Report:
                 if key != "step" and isinstance(value, (int, float)):
                     self.board.add_scalar(f"{group}/{key}", value, values["step"])
 
-    def train_line(self, values: dict[str, Any], eta_s: float) -> None:
+    def train_line(self, values: dict[str, Any], seconds_per_step: float) -> None:
         self.event(**values)
         text = (
             f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  norm {values['grad_norm']:.2f}  "
@@ -92,7 +92,9 @@ class Report:
         if self.bar is not None:
             self.bar.update(self.task, completed=values["step"], numbers=text)
         else:
-            self.say(f"step {values['step']}/{self.total}  {text}  left {_clock(eta_s)}")
+            # The first step compiles and allocates: it foretells nothing.
+            left = _clock(seconds_per_step * (self.total - values["step"])) if values["step"] > 1 else "?"
+            self.say(f"step {values['step']}/{self.total}  {text}  left {left}")
 
     def eval_line(self, step: int, scores: dict[str, float]) -> None:
         self.event(step=step, **scores)
@@ -130,7 +132,7 @@ class Meter:
 
     def __init__(self, device: torch.device, world: int) -> None:
         self.device, self.peak = device, peak_flops(device) * world
-        self.total_seconds, self.seconds_per_step, self.total_tokens = 0.0, 0.0, 0
+        self.total_seconds = self.seconds_per_step = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -143,13 +145,11 @@ class Meter:
         self.steps, self.tokens, self.slots, self.flops = (
             self.steps + 1, self.tokens + tokens, self.slots + slots, self.flops + flops,
         )  # fmt: skip
-        self.total_tokens += tokens
 
     def read(self) -> dict[str, float]:
         """The numbers since the last reading; the caller has just waited for the device."""
         seconds = time.perf_counter() - self.since
         values = {
-            "tokens": self.total_tokens,
             "tokens_per_s": self.tokens / seconds,
             "padding": 1 - self.tokens / max(self.slots, 1),
             "mfu": self.flops / seconds / self.peak if self.peak else 0.0,

@@ -66,7 +66,9 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         torch.use_deterministic_algorithms(True)
-    runtime = Runtime(_choose_device(cfg), int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+    runtime = Runtime(
+        choose_device(cfg.device), int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    )
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
     own_group = runtime.world > 1 and not dist.is_initialized()
@@ -87,10 +89,10 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
             dist.destroy_process_group()
 
 
-def _choose_device(cfg: RunConfig) -> torch.device:
-    if cfg.device == "cuda" and not torch.cuda.is_available():
+def choose_device(name: str = "auto") -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
-    if cfg.device == "cpu" or not torch.cuda.is_available():
+    if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -101,6 +103,10 @@ def _signals(runtime: Runtime) -> Iterator[None]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         runtime.stop = True
+        if runtime.is_main:
+            print(
+                "stretto: saving after this step, then stopping; the same signal again stops at once", file=sys.stderr
+            )
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
     watched = (signal.SIGINT, signal.SIGTERM)

@@ -30,11 +30,20 @@ from stretto.weights import materialise
 
 
 @dataclass
-class Progress:
-    """How far a run has come."""
+class Run:
+    """A run in progress."""
 
+    config: Config
+    data: Data
+    parts: Trainable
+    rt: Runtime
     step: int = 0  # updates done
+    tokens: int = 0  # read by them
     best: float = math.inf  # lowest evaluation loss so far
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.config.run.dir) / "checkpoints"
 
 
 def train(config: Config, resume: bool = False) -> Path:
@@ -46,15 +55,16 @@ def train(config: Config, resume: bool = False) -> Path:
             cleanup.enter_context(runtime.lock_folder(folder))
         data = _open_data(config, folder, rt)
         config = complete(config, data, rt.world)
-        parts = build(config, rt)
-        progress = load_latest(config, data, parts, folder, rt) if resume else Progress()
-        report = cleanup.enter_context(Report(folder, config.train.steps, progress.step, active=rt.is_main))
+        run = Run(config, data, build(config, rt), rt)
+        if resume:
+            load_latest(run)
+        report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
         if rt.is_main:
             save_run(folder, config, data.labels)
-        report.start(runtime.describe_environment(rt), data.describe(), parts.describe())
-        run_loop(config, data, parts, report, folder, progress, rt)
+        report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe())
+        run_loop(run, report)
         if rt.is_main:
-            report.say(f"report: {write_report(folder)}")
+            report.say(f"report: {write_report(folder, rt.device)}")
     return folder
 
 
@@ -83,44 +93,97 @@ def build(config: Config, rt: Runtime) -> Trainable:
     )
 
 
-def run_loop(
-    config: Config, data: Data, parts: Trainable, report: Report, folder: Path, progress: Progress, rt: Runtime
-) -> None:
-    first, total, micro_batches = progress.step, config.train.steps, config.train.micro_batches
+def run_loop(run: Run, report: Report) -> None:
+    """The steps that are left."""
+    cfg, rt, parts, first, total = run.config.train, run.rt, run.parts, run.step, run.config.train.steps
     meter = Meter(rt.device, rt.world)
 
     def batches_of(step: int) -> list[tuple[int, Batch]]:
-        mine = range(step * micro_batches + rt.rank, (step + 1) * micro_batches, rt.world)
-        return [(i, data.train_batch(i).to(rt.device)) for i in mine]
+        mine = range(step * cfg.micro_batches + rt.rank, (step + 1) * cfg.micro_batches, rt.world)
+        return [(i, run.data.train_batch(i).to(rt.device)) for i in mine]
 
     for step, batches in prefetch(batches_of, first, total):
         # The one message between hosts per step: what was read, and whether anyone was asked to stop.
-        labels, tokens, slots, flops, stop = rt.sum_over_ranks([*_count(config, batches), int(rt.stop)])
-        lr = learning_rate(config.optim, step, total)
+        labels, tokens, slots, flops, stop = rt.sum_over_ranks([*_count(run.config, batches), int(rt.stop)])
+        lr = learning_rate(run.config.optim, step, total)
         set_learning_rate(parts.optimizer, lr)
         loss_sum, grad_norm = run_step(parts, batches, labels, rt.world)
+        run.step, run.tokens = step + 1, run.tokens + tokens
         meter.add(tokens, slots, flops)
-        progress.step = done = step + 1
-        report.advance(done)
-        if done == 1 or _due(config.train.log_every, done, total):
-            cancelled = parts.guard.check(done)
+        report.advance(run.step)
+        if run.step == 1 or _due(cfg.log_every, run):
+            cancelled = parts.guard.check(run.step)
             loss = float(rt.sum_tensor(loss_sum)) / max(labels, 1)
-            values = {"step": done, "loss": loss, "lr": lr, "grad_norm": float(grad_norm), "cancelled": cancelled}
-            report.train_line(values | meter.read(), meter.seconds_per_step * (total - done))
-        elif done == first + 1:
+            values = {"step": run.step, "loss": loss, "lr": lr, "grad_norm": float(grad_norm), "tokens": run.tokens}
+            report.train_line(values | meter.read() | {"cancelled": cancelled}, meter.seconds_per_step)
+        elif run.step == first + 1:
             meter.restart()  # the first step compiles and allocates: its time says nothing about the others
         with meter.paused():
-            better = False
-            if _due(config.train.eval_every, done, total):
-                scores = evaluate(parts.plain, parts.precision, data, config.train.eval_batches, rt)
-                report.eval_line(done, scores)
-                better = scores["eval_loss"] < progress.best
-                progress.best = min(progress.best, scores["eval_loss"])
-            if better or stop or _due(config.checkpoint.every, done, total):
-                save(config, data, parts, folder, progress, better, rt)
-        if stop and done < total:
-            raise Preempted(f"stopped after step {done} of {total}; the same command with --resume goes on from there")
+            better = _due(cfg.eval_every, run) and evaluate_now(run, report)
+            if better or stop or _due(run.config.checkpoint.every, run):
+                save(run, better)
+        if stop and run.step < total:
+            raise Preempted(
+                f"stopped after step {run.step} of {total}; the same command with --resume goes on from there"
+            )
     report.event(finished={"steps": total, "seconds": round(meter.total_seconds, 3)})
+
+
+def evaluate_now(run: Run, report: Report) -> bool:
+    """Whether the model is better than ever before."""
+    scores = evaluate(run.parts.plain, run.parts.precision, run.data, run.config.train.eval_batches, run.rt)
+    report.eval_line(run.step, scores)
+    better = scores["eval_loss"] < run.best
+    run.best = min(run.best, scores["eval_loss"])
+    return better
+
+
+def save(run: Run, better: bool) -> None:
+    run.parts.guard.check(run.step)
+    state = {
+        "step": run.step,
+        "tokens": run.tokens,
+        "best": run.best if run.best < math.inf else None,
+        "scaler": run.parts.scaler.state_dict(),
+        "identity": _identity(run),
+    }
+    shot = checkpoint.snapshot(run.parts.plain, run.parts.optimizer, state)
+    if run.rt.is_main:
+        checkpoint.save(run.checkpoints, shot, run.config.checkpoint.keep)
+        if better:
+            checkpoint.write_best(run.checkpoints, run.step, run.best)
+    run.rt.barrier()
+
+
+def load_latest(run: Run) -> None:
+    """Goes on from the newest checkpoint that verifies; from the beginning if there is none."""
+    found = (checkpoint.find_newest(run.checkpoints) or 0) if run.rt.is_main else 0
+    (step,) = run.rt.sum_over_ranks([found])  # the main process looked; now all know
+    if step == 0:
+        return
+    shot = checkpoint.load(run.checkpoints, step)
+    differences = _differences(_identity(run), shot.state["identity"])
+    if differences:
+        raise CheckpointError(f"{run.config.run.dir} was made by another configuration: " + "; ".join(differences))
+    checkpoint.restore_weights(run.parts.plain, shot)
+    checkpoint.restore_moments(run.parts.plain, run.parts.optimizer, shot)
+    run.parts.scaler.load_state_dict(shot.state["scaler"])
+    run.step, run.tokens = step, shot.state["tokens"]
+    run.best = math.inf if shot.state["best"] is None else shot.state["best"]
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """What must be equal for a resumed run to be the same run; the step then says all else (data position, learning
+    rate, random numbers). Lengths, intervals, places and the number of processes may change."""
+    config, places = run.config, {"train", "eval", "test", "cache", "tokenizer"}
+    return {
+        "model": asdict(config.model),
+        "optim": asdict(config.optim),
+        "data": {key: value for key, value in asdict(config.data).items() if key not in places},
+        "run": {"seed": config.run.seed},
+        "train": {"micro_batches": config.train.micro_batches},
+        "content": {"data.train": run.data.fingerprint},
+    }
 
 
 def complete(config: Config, data: Data, world: int) -> Config:
@@ -144,55 +207,6 @@ def complete(config: Config, data: Data, world: int) -> Config:
     return replace(config, model=model, train=replace(config.train, micro_batches=micro_batches))
 
 
-def load_latest(config: Config, data: Data, parts: Trainable, folder: Path, rt: Runtime) -> Progress:
-    """Goes on from the newest checkpoint that verifies, or from the beginning if there is none."""
-    checkpoints = folder / "checkpoints"
-    found = (checkpoint.find_newest(checkpoints) or 0) if rt.is_main else 0
-    (step,) = rt.sum_over_ranks([found])  # the main process looked; now all know
-    if step == 0:
-        return Progress()
-    shot = checkpoint.load(checkpoints, step)
-    differences = _differences(_identity(config, data), shot.state["identity"])
-    if differences:
-        raise CheckpointError(f"{folder} was made by another configuration: " + "; ".join(differences))
-    checkpoint.restore_weights(parts.plain, shot)
-    checkpoint.restore_moments(parts.plain, parts.optimizer, shot)
-    parts.scaler.load_state_dict(shot.state["scaler"])
-    return Progress(step, math.inf if shot.state["best"] is None else shot.state["best"])
-
-
-def save(
-    config: Config, data: Data, parts: Trainable, folder: Path, progress: Progress, better: bool, rt: Runtime
-) -> None:
-    parts.guard.check(progress.step)
-    state = {
-        "step": progress.step,
-        "best": progress.best if progress.best < math.inf else None,
-        "scaler": parts.scaler.state_dict(),
-        "identity": _identity(config, data),
-    }
-    shot = checkpoint.snapshot(parts.plain, parts.optimizer, state)
-    if rt.is_main:
-        checkpoint.save(folder / "checkpoints", shot, config.checkpoint.keep)
-        if better:
-            checkpoint.write_best(folder / "checkpoints", progress.step, progress.best)
-    rt.barrier()
-
-
-def _identity(config: Config, data: Data) -> dict[str, Any]:
-    """What must be equal for a resumed run to be the same run; the step then says all else (data position, learning
-    rate, random numbers). Lengths, intervals, paths and the number of processes may change."""
-    free = {"eval", "test", "cache"}
-    return {
-        "model": asdict(config.model),
-        "optim": asdict(config.optim),
-        "data": {key: value for key, value in asdict(config.data).items() if key not in free},
-        "run": {"seed": config.run.seed},
-        "train": {"micro_batches": config.train.micro_batches},
-        "samples": {"train": data.num_train},
-    }
-
-
 def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
     return [
         f"{section}.{key} was {saved.get(section, {}).get(key)!r}, is {value!r}"
@@ -202,8 +216,8 @@ def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
     ]
 
 
-def _due(every: int, done: int, total: int) -> bool:
-    return done == total or (every > 0 and done % every == 0)
+def _due(every: int, run: Run) -> bool:
+    return run.step == run.config.train.steps or (every > 0 and run.step % every == 0)
 
 
 def _count(config: Config, batches: list[tuple[int, Batch]]) -> list[int]:

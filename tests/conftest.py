@@ -14,7 +14,8 @@ import torch
 from stretto.config import Config, build_config
 
 torch.set_num_threads(2)
-WORDS = "the a cat dog bird sees hears likes big small red blue house tree river quickly slowly and or but".split()
+NOUNS, VERBS = ["cat", "dog", "bird", "house", "tree", "river"], ["sees", "hears", "likes"]
+WORDS = [*NOUNS, *VERBS, "the", "a", "big", "small", "red", "blue", "quickly", "slowly", "and", "or", "but"]
 
 
 def write_corpus(folder: Path, documents: int = 30, words: int = 60) -> Path:

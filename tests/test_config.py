@@ -69,10 +69,10 @@ def test_malformed_overrides_show_the_form(tmp_path: Path, override: str) -> Non
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent.toml"):
+    with pytest.raises(ConfigError, match=r"absent\.toml"):
         load_config(tmp_path / "absent.toml")
     (tmp_path / "bad.toml").write_text("[train\n")
-    with pytest.raises(ConfigError, match="bad.toml is not valid TOML"):
+    with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML"):
         load_config(tmp_path / "bad.toml")
 
 

@@ -67,7 +67,7 @@ def log_probabilities(model: Model, ids: list[int], source: list[int] | None = N
 @pytest.mark.parametrize("seed", range(6))
 def test_a_beam_wide_enough_finds_the_best_of_all_sentences(seed: int) -> None:
     run = trained("encoder-decoder", max_len=4, seed=seed)
-    source = [0, 2, 1][: 1 + seed % 3] + [6]
+    source = [*[0, 2, 1][: 1 + seed % 3], 6]
     scores: dict[tuple[int, ...], float] = {}
     for length in range(3):
         for letters in itertools.product(range(4), repeat=length):

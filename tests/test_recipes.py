@@ -13,8 +13,11 @@ from stretto.cli import app
 from stretto.report import read_events
 from tests.conftest import write_corpus, write_images, write_pairs
 
-TINY = ["model.layers=2", "model.width=32", "model.heads=2", "model.mlp_width=64", "run.device=cpu", "train.compile=false",
-        "train.steps=30", "train.log_every=5", "train.eval_every=15", "optim.warmup=5", "optim.lr=1e-2"]  # fmt: skip
+TINY = [
+    *("model.layers=2", "model.width=32", "model.heads=2", "model.mlp_width=64", "run.device=cpu"),
+    *("train.compile=false", "train.steps=30", "train.log_every=5", "train.eval_every=15"),
+    *("optim.warmup=5", "optim.lr=1e-2"),
+]
 TEXT = ["data.vocab=300", "data.seq_len=32", "data.batch_size=8", "model.vocab=0"]
 
 
@@ -94,8 +97,9 @@ def test_images(tmp_path: Path) -> None:
 
 def test_translation_on_real_data(tmp_path: Path, real_data: Path) -> None:
     losses = train(
-        "translation", tmp_path / "run", f"data.train={real_data}/multi30k/train", f"data.eval={real_data}/multi30k/val",
-        "data.test=", "data.vocab=1000", "data.max_tokens=1024", "train.eval_batches=2", "train.steps=40",
+        "translation", tmp_path / "run", f"data.train={real_data}/multi30k/train",
+        f"data.eval={real_data}/multi30k/val", "data.test=", "data.vocab=1000", "data.max_tokens=1024",
+        "train.eval_batches=2", "train.steps=40",
     )  # fmt: skip
     assert losses[-1] < losses[0] - 1.0
 

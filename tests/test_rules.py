@@ -1,4 +1,4 @@
-"""Rules that a reader relies on and no linter knows: nothing executes what it loads, and the documents tell the truth."""
+"""Rules that no linter knows: nothing executes what it loads, and the documents tell the truth."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ needs them; an .npz lies in memory as bytes.
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", 
 class Images(ABC):
     names: tuple[str, ...]  # of the classes
     labels: Int64s  # [number of images], places in `names`
+    fingerprint: str
 
     def rename(self, names: tuple[str, ...]) -> None:
         """Numbers the classes as another set does, which must have all of these."""
@@ -50,6 +52,9 @@ class FolderImages(Images):
         self.names = tuple(path.name for path in classes)
         self.labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in found]).astype(np.int64)
         self._paths = [path for paths in found for path in paths]
+        # Names and sizes: reading every image only to see whether one has changed would take as long as an epoch.
+        listing = [(str(path.relative_to(folder)), path.stat().st_size) for path in self._paths]
+        self.fingerprint = hashlib.sha256(repr(listing).encode()).hexdigest()
         if not self._paths:
             raise DataError(f"{key} = {str(folder)!r}: no images in it; it should have one folder of them per class")
 
@@ -67,6 +72,7 @@ class ArrayImages(Images):
             raise DataError(f"{key}: {path} is not an .npz with arrays `images` and `labels`: {error}") from error
         self._images = _check_images(f"{key}: {path}", images)
         self.labels = _check_labels(f"{key}: {path}", labels, len(images))
+        self.fingerprint = hashlib.sha256(images.tobytes() + self.labels.tobytes()).hexdigest()
         num_classes = int(self.labels.max()) + 1
         self.names = tuple(map(str, range(num_classes) if names is None else names))
         if len(self.names) < num_classes:
@@ -137,7 +143,7 @@ class ImageData(Data):
         self._cfg = cfg
         self._image_size = image_size
         self._train = self._held_out = _open_images("data.train", cfg.train)
-        self.labels = self._train.names
+        self.labels, self.fingerprint = self._train.names, self._train.fingerprint
         everything = np.arange(len(self._train.labels))
         if cfg.eval:
             self._held_out = _open_images("data.eval", cfg.eval)

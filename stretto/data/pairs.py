@@ -43,6 +43,7 @@ def open_pair_data(cfg: DataConfig, *, seed: int, folder: Path) -> PairData:
     return PairData(
         cfg,
         seed,
+        identity,
         tokenizer,
         SizedPairs("data.train", *train_tokens, range(num_train), cfg),
         SizedPairs("data.eval" if cfg.eval else "data.held_out", *eval_tokens, eval_range, cfg),
@@ -134,8 +135,15 @@ class PairData(Data):
     tokenizer: Tokenizer
 
     def __init__(
-        self, cfg: DataConfig, seed: int, tokenizer: Tokenizer, train: SizedPairs, held_out: SizedPairs
+        self,
+        cfg: DataConfig,
+        seed: int,
+        fingerprint: str,
+        tokenizer: Tokenizer,
+        train: SizedPairs,
+        held_out: SizedPairs,
     ) -> None:
+        self.fingerprint = fingerprint
         self.tokenizer = tokenizer
         self._cfg = cfg
         self._seed = seed
@@ -152,10 +160,6 @@ class PairData(Data):
 
     def eval_batch(self, index: int) -> Batch:
         return self._batch(self._held_out, self._held_out.members(self._held_out.pairs, index))
-
-    def encode_source(self, text: str) -> list[int]:
-        """A sentence as the encoder reads it."""
-        return [*self.tokenizer.encode(text.strip()), self.tokenizer.eos]
 
     def load_test_pairs(self) -> list[tuple[str, str]]:
         """(source, reference) as text, none dropped: of data.test, else of the evaluation data."""

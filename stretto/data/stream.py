@@ -24,6 +24,7 @@ class Data(ABC):
     labels: tuple[str, ...] = ()  # class names of images
     num_train: int  # windows, pairs or images in one epoch
     num_eval_batches: int
+    fingerprint: str  # of what training reads, wherever it lies: a resumed run must find the same
 
     @abstractmethod
     def train_batch(self, index: int) -> Batch:

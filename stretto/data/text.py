@@ -18,7 +18,7 @@ import torch
 
 from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
 from stretto.config import DataConfig
-from stretto.data.documents import open_documents
+from stretto.data.documents import Documents, open_documents
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
 from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
@@ -41,7 +41,7 @@ def open_text_data(cfg: DataConfig, *, seed: int, folder: Path) -> Data:
         held_out = open_tokens(open_documents("data.eval", cfg.eval, cfg.suffix), tokenizer, store)
     else:
         train, held_out = _hold_out(train, cfg.held_out)
-    return TextData(cfg, seed, documents.name, tokenizer, train, held_out)
+    return TextData(cfg, seed, documents, tokenizer, train, held_out)
 
 
 def _count_train_documents(count: int, share: float) -> int:
@@ -63,12 +63,13 @@ class TextData(Data):
     tokenizer: Tokenizer
 
     def __init__(
-        self, cfg: DataConfig, seed: int, name: str, tokenizer: Tokenizer, train: Tokens, held_out: Tokens
+        self, cfg: DataConfig, seed: int, documents: Documents, tokenizer: Tokenizer, train: Tokens, held_out: Tokens
     ) -> None:
         self.tokenizer = tokenizer
         self._cfg = cfg
         self._seed = seed
-        self._name = name
+        self._name = documents.name
+        self.fingerprint = documents.fingerprint
         self._train = train
         self._held_out = held_out
         self._dense = cfg.join_documents or train.num_documents == held_out.num_documents == 1

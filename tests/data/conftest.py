@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.data.corpora import Opener, sentence
 
 from stretto.config import DataConfig
 from stretto.data import Data, open_data
+from tests.data.corpora import Opener, sentence
 
 
 @pytest.fixture

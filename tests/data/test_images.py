@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.data.corpora import Opener
 from PIL import Image
 
 from stretto.data import Data, read_image
 from stretto.errors import DataError
+from tests.data.corpora import Opener
 
 RED, GREY = (255, 0, 0), 128
 

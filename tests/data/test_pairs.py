@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.data.corpora import Opener, sentence
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from stretto.data import PairData
 from stretto.data.pairs import cut_batches
 from stretto.data.tokenizer import ByteTokenizer
 from stretto.errors import DataError
+from tests.data.corpora import Opener, sentence
 
 T = ByteTokenizer()
 
@@ -59,7 +59,6 @@ def test_what_the_model_reads(opened: Opener, tmp_path: Path) -> None:
     counts = batch.counts
     assert (counts.tokens, counts.slots, counts.labels, counts.pairs) == (9, 9, 9, 3**2 + 6**2)
     assert (counts.source_tokens, counts.source_pairs, counts.cross_pairs) == (7, 4**2 + 3**2, 3 * 4 + 6 * 3)
-    assert data.encode_source(" hi\n") == [*b"hi", T.eos]
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

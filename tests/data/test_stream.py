@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.data.corpora import Opener, same
 
 from stretto.data import Data
 from stretto.data.stream import EpochOrder, Purpose, count_held_out, random_stream
+from tests.data.corpora import Opener, same
 
 
 @pytest.fixture(params=["causal", "masked", "padded", "translation", "images"])

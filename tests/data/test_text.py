@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data.corpora import Opener, same
 
 from stretto.batch import IGNORE, Batch
 from stretto.data.text import TextData
 from stretto.data.tokenizer import ByteTokenizer, load_tokenizer
 from stretto.errors import DataError
+from tests.data.corpora import Opener, same
 
 T = ByteTokenizer()
 L = 16

@@ -89,8 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data__held_out=0.2,
     )  # fmt: skip
     single = {"plain": plain, "translation": translation, "vit": vit}
-    double = {name: tree for name, tree in single.items()}
-    double |= {f"{name}-shard": change(tree, parallel__data="shard") for name, tree in single.items()}
+    double = single | {f"{name}-shard": change(tree, parallel__data="shard") for name, tree in single.items()}
     launch({name: {"config": copy.deepcopy(tree)} for name, tree in single.items()}, folder / "one", 1)
     jobs: dict[str, Any] = {name: {"config": copy.deepcopy(tree)} for name, tree in double.items()}
     for mode in ("replicate", "shard"):
