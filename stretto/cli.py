@@ -51,7 +51,7 @@ def generate(
     ] = None,
     max_new: Annotated[int, typer.Option(help="language models: most new tokens")] = 400,
     temperature: Annotated[float, typer.Option(help="language models: 0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="how many tokens to sample from, or labels to print")] = 40,
+    top_k: Annotated[int, typer.Option(help="tokens to sample from (40), or labels to print (5)")] = 0,
     beam: Annotated[int, typer.Option(help="translation: 1 is greedy")] = 4,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
 ) -> None:

@@ -128,7 +128,7 @@ def _pad_sources(sources: list[list[int]], pad: int, device: torch.device) -> Se
 
 
 @torch.no_grad()
-def classify(trained: Trained, images: Sequence[Path], top: int = 5) -> list[list[tuple[str, float]]]:
+def classify(trained: Trained, images: Sequence[Path], top: int) -> list[list[tuple[str, float]]]:
     """For each image the likeliest labels with their probabilities."""
     model = trained.model
     assert isinstance(model, VisionTransformer)
@@ -171,14 +171,14 @@ def produce(
         raise DataError("a masked language model does not generate: use a causal or translation run")
     if kind == "images":
         images = _list_images(source)
-        for path, labels in zip(images, classify(trained, images, top_k), strict=True):
+        for path, labels in zip(images, classify(trained, images, top_k or 5), strict=True):
             yield f"{path.name}: " + ", ".join(f"{label} {share:.1%}" for label, share in labels)
         return
     lines = _read_lines(source) if source is not None else [prompt]
     if kind == "translation":
         yield from translate(trained, lines, beam)
     else:
-        yield from (sample(trained, line, max_new, temperature, top_k, seed) for line in lines)
+        yield from (sample(trained, line, max_new, temperature, top_k or 40, seed) for line in lines)
 
 
 def _read_lines(path: Path) -> list[str]:
