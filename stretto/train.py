@@ -77,9 +77,10 @@ def build(config: Config, rt: Runtime) -> Trainable:
     sharded = parallel.shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[precision])
     materialise(model, config.model, config.run.seed, rt.device)
     if config.train.compile:
-        # One graph for the whole model, or one per block where each block's weights are gathered on their own.
+        # One graph for the whole model, or one per block where each block's weights are gathered on their own. The
+        # function is compiled, not the call: hooks, which gather those weights, stay outside.
         for module in [model.get_submodule(name) for name in roles["block"]] if sharded else [model]:
-            module.compile()
+            module.forward = torch.compile(module.forward)
     return Trainable(
         model=model if sharded else parallel.replicate(model),
         plain=model,

@@ -88,7 +88,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         plain, data__task="images", data__train=images, model__kind="vit", model__image_size=16, model__patch=4,
         data__held_out=0.2,
     )  # fmt: skip
-    single = {"plain": plain, "translation": translation, "vit": vit}
+    calm = change(plain, model__dropout=0.0)  # compiled code draws other random numbers
+    single = {"plain": plain, "translation": translation, "vit": vit, "calm": calm}
     double = single | {f"{name}-shard": change(tree, parallel__data="shard") for name, tree in single.items()}
     launch({name: {"config": copy.deepcopy(tree)} for name, tree in single.items()}, folder / "one", 1)
     jobs: dict[str, Any] = {name: {"config": copy.deepcopy(tree)} for name, tree in double.items()}
@@ -96,13 +97,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tree = change(plain, parallel__data=mode)
         jobs[f"stop-{mode}"] = {"config": copy.deepcopy(tree), "stop_after": 3}
         jobs[f"go-on-{mode}"] = {"config": copy.deepcopy(tree), "resume": True, "folder": f"stop-{mode}"}
+    jobs["calm-shard-compiled"] = {"config": change(calm, parallel__data="shard", train__compile=True)}
     jobs["uneven"] = {"config": change(plain, train__micro_batches=3)}
     launch(jobs, folder / "two", 2)
     return folder
 
 
-@pytest.mark.parametrize("job", ["plain", "translation", "vit"])
-@pytest.mark.parametrize("mode", ["", "-shard"])
+@pytest.mark.parametrize(
+    ("job", "mode"),
+    [
+        *((job, mode) for job in ("plain", "translation", "vit") for mode in ("", "-shard")),
+        ("calm", "-shard-compiled"),
+    ],
+)
 def test_two_processes_equal_one(runs: Path, job: str, mode: str) -> None:
     one, two = runs / "one", runs / "two"
     assert samples(one, job, 1) == samples(two, job + mode, 2)
