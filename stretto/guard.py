@@ -23,6 +23,13 @@ class Guard:
         self.streak = torch.zeros((), device=device)  # in a row, up to now
         self.worst = torch.zeros((), device=device)  # the longest such row since the host last looked
 
+    def state_dict(self) -> dict[str, float]:
+        return {"cancelled": self.cancelled.item(), "streak": self.streak.item()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.cancelled.fill_(state["cancelled"])
+        self.streak.fill_(state["streak"])
+
     def judge(self, grad_norm: Tensor) -> Tensor:
         """1.0 if the update must be cancelled, else 0.0; a tensor on the device."""
         bad = (~torch.isfinite(grad_norm)).float()

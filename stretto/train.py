@@ -146,6 +146,7 @@ def save(run: Run, better: bool) -> None:
         "tokens": run.tokens,
         "best": run.best if run.best < math.inf else None,
         "scaler": run.parts.scaler.state_dict(),
+        "guard": run.parts.guard.state_dict(),
         "identity": _identity(run),
     }
     shot = checkpoint.snapshot(run.parts.plain, run.parts.optimizer, state)
@@ -169,6 +170,7 @@ def load_latest(run: Run) -> None:
     checkpoint.restore_weights(run.parts.plain, shot)
     checkpoint.restore_moments(run.parts.plain, run.parts.optimizer, shot)
     run.parts.scaler.load_state_dict(shot.state["scaler"])
+    run.parts.guard.load_state_dict(shot.state["guard"])
     run.step, run.tokens = step, shot.state["tokens"]
     run.best = math.inf if shot.state["best"] is None else shot.state["best"]
 

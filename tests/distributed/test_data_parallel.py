@@ -91,8 +91,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     calm = change(plain, model__dropout=0.0)  # compiled code draws other random numbers
     single = {"plain": plain, "translation": translation, "vit": vit, "calm": calm}
     double = single | {f"{name}-shard": change(tree, parallel__data="shard") for name, tree in single.items()}
-    launch({name: {"config": copy.deepcopy(tree)} for name, tree in single.items()}, folder / "one", 1)
+    half = change(calm, train__precision="fp16")
+    launch(
+        {name: {"config": copy.deepcopy(tree)} for name, tree in (single | {"half": half}).items()}, folder / "one", 1
+    )
     jobs: dict[str, Any] = {name: {"config": copy.deepcopy(tree)} for name, tree in double.items()}
+    jobs["half-shard"] = {"config": change(half, parallel__data="shard")}
     for mode in ("replicate", "shard"):
         tree = change(plain, parallel__data=mode)
         jobs[f"stop-{mode}"] = {"config": copy.deepcopy(tree), "stop_after": 3}
@@ -126,6 +130,16 @@ def test_two_processes_equal_one(runs: Path, job: str, mode: str) -> None:
         torch.testing.assert_close(second.moments[name], value, atol=1e-5, rtol=1e-3)
 
 
+def test_fp16_finds_the_same_loss_scale_when_sharded(runs: Path) -> None:
+    """Only some shards of a gradient overflow while the scale is sought, yet all processes must skip alike."""
+    one, two = runs / "one" / "half", runs / "two" / "half-shard"
+    skipped = [[e["cancelled"] for e in read_events(folder) if "loss" in e] for folder in (one, two)]
+    assert skipped[0] == skipped[1]
+    assert losses(two) == pytest.approx(losses(one), abs=0.05)
+    states = [checkpoint.load(folder / "checkpoints", 8).state["scaler"] for folder in (one, two)]
+    assert states[0] == states[1]
+
+
 def test_each_process_gets_its_own_share(runs: Path) -> None:
     """The control of the test above: were both given everything, the union would be equal too."""
     shares = [json.loads((runs / "two" / f"plain.{rank}.json").read_text())["samples"].keys() for rank in (0, 1)]
@@ -144,6 +158,20 @@ def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_exactly(runs: Pat
     one, two = (checkpoint.load(f / "checkpoints", 8) for f in (whole, runs / "two" / f"stop-{mode}"))
     for mine, theirs in ((one.weights, two.weights), (one.moments, two.moments)):
         assert all(torch.equal(theirs[name], value) for name, value in mine.items())
+
+
+def test_the_command_itself_under_torchrun(runs: Path) -> None:
+    corpus, run = runs / "text", runs / "command"
+    sets = [f"run.dir={run}", f"data.train={corpus}", "data.seq_len=32", "train.steps=5", "train.log_every=1"]
+    options = [part for override in sets for part in ("--set", override)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "stretto", "train", "demo", *options],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert list(losses(run)) == [1, 2, 3, 4, 5]
+    assert (run / "report.html").exists() and done.stdout.count("step 5/5") == 1, "one process speaks"
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_before_step_one(runs: Path) -> None:
