@@ -53,7 +53,7 @@ class Cache:
     """What incremental decoding remembers: the past of each layer, and the encoder's output where there is one."""
 
     layers: list[LayerCache]
-    cross: list[LayerCache] = field(default_factory=list)
+    cross: list[LayerCache] = field(default_factory=list)  # computed once, kept flat: [T, K, D]
     memory: Tensor | None = None  # [T, C]
     memory_layout: Layout | None = None
     length: int = 0
@@ -328,25 +328,36 @@ class EncoderDecoder(Model):
         return _decode(self, ids, cache)
 
 
-class VisionTransformer(Model):
+class PatchEmbedding(nn.Module):
+    """Images [N, channels, height, width] to [N, S, C]: a class token, then one token per patch."""
+
     def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__(cfg)
-        self.grid = cfg.image_size // cfg.patch
+        super().__init__()
+        self.size, self.grid, self.dropout = cfg.patch, cfg.image_size // cfg.patch, cfg.dropout
         self.patch = nn.Linear(cfg.channels * cfg.patch**2, cfg.width)
         self.class_token = nn.Parameter(torch.empty(cfg.width))
         self.position = nn.Parameter(torch.empty(self.grid**2 + 1, cfg.width))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        rows, channels = pixels.shape[:2]
+        patches = pixels.view(rows, channels, self.grid, self.size, self.grid, self.size).permute(0, 2, 4, 1, 3, 5)
+        x = self.patch(patches.reshape(rows, self.grid**2, -1))
+        x = torch.cat([self.class_token.to(x.dtype).expand(rows, 1, -1), x], 1) + self.position
+        return F.dropout(x, self.dropout, self.training)
+
+
+class VisionTransformer(Model):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        self.embedding = PatchEmbedding(cfg)
         self.encoder = Stack(cfg, cfg.layers)
         self.head = nn.Linear(cfg.width, cfg.classes)
 
     def logits(self, batch: Batch) -> Tensor:
-        pixels, size = _given(batch.pixels), self.cfg.patch
-        rows, tokens = pixels.shape[0], self.grid**2 + 1
-        patches = pixels.view(rows, self.cfg.channels, self.grid, size, self.grid, size)
-        x = self.patch(patches.permute(0, 2, 4, 1, 3, 5).reshape(rows, self.grid**2, -1))
-        x = torch.cat([self.class_token.to(x.dtype).expand(rows, 1, -1), x], 1) + self.position
-        x = F.dropout(x, self.cfg.dropout, self.training).flatten(0, 1)
-        layout = dense_layout(rows, tokens, device=x.device)
-        x = self.encoder(x, torch.arange(tokens, device=x.device).repeat(rows), layout)
+        x = self.embedding(_given(batch.pixels))
+        rows, tokens = x.shape[:2]
+        positions = torch.arange(tokens, device=x.device).repeat(rows)
+        x = self.encoder(x.flatten(0, 1), positions, dense_layout(rows, tokens, device=x.device))
         return self.head(x.view(rows, tokens, -1)[:, 0])
 
 
@@ -371,11 +382,11 @@ def sites(model: nn.Module) -> dict[str, list[str]]:
         "attention": (SelfAttention, CrossAttention),
         "mlp": (MLP,),
         "norm": (nn.LayerNorm, nn.RMSNorm),
-        "embedding": (Embedding,),
-        "head": (LMHead, ClassHead),
+        "embedding": (Embedding, PatchEmbedding),
     }
     modules = list(model.named_modules())
-    return {role: [name for name, module in modules if isinstance(module, kinds)] for role, kinds in roles.items()}
+    found = {role: [name for name, module in modules if isinstance(module, kinds)] for role, kinds in roles.items()}
+    return found | {"head": ["head"]}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool, dropout: float) -> Tensor:

@@ -80,9 +80,9 @@ TABLES: dict[str, dict[str, str]] = {
         **{f"decoder.{ours}": f"model.decoder.{theirs}" for ours, theirs in _MARIAN_BLOCK.items()},
     },
     "ViTForImageClassification": {
-        "patch": "vit.embeddings.patch_embeddings.projection",
-        "class_token": "vit.embeddings.cls_token",
-        "position": "vit.embeddings.position_embeddings",
+        "embedding.patch": "vit.embeddings.patch_embeddings.projection",
+        "embedding.class_token": "vit.embeddings.cls_token",
+        "embedding.position": "vit.embeddings.position_embeddings",
         "encoder.blocks.#.attention.qkv": "vit.layers.#.attention.{q,k,v}_proj",
         "encoder.blocks.#.attention.out": "vit.layers.#.attention.o_proj",
         "encoder.blocks.#.attention_norm": "vit.layers.#.layernorm_before",

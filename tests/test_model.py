@@ -487,8 +487,8 @@ SITES = {
         "attention": ["encoder.blocks.0.attention"],
         "mlp": ["encoder.blocks.0.mlp"],
         "norm": ["encoder.blocks.0.attention_norm", "encoder.blocks.0.mlp_norm", "encoder.norm"],
-        "embedding": [],
-        "head": [],
+        "embedding": ["embedding"],
+        "head": ["head"],
     },
 }
 
