@@ -136,8 +136,11 @@ def _open_hub(key: str, source: str) -> Documents:
 
 
 def _load_hub(key: str, source: str) -> Any:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
+    except ImportError as error:
+        raise DataError(f"{key} = {source!r} needs the datasets library: pip install 'stretto[datasets]'") from error
 
     failure: Exception | None = None
     for arguments in _readings(source.removeprefix("hf:")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -124,3 +125,9 @@ def test_hub_without_text(hub_folder: Path) -> None:
 )
 def test_names_with_slashes(name: str, readings: list[tuple[str, ...]]) -> None:
     assert _readings(name) == readings
+
+
+def test_hub_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    with pytest.raises(DataError, match=r"data\.train = 'hf:some/set' needs .* stretto\[datasets\]"):
+        open_documents("data.train", "hf:some/set", ".txt")
