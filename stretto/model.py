@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stretto.attention import as_rows, attend
 from stretto.batch import IGNORE, Batch, Layout, Sequences, dense_layout
 from stretto.config import ModelConfig
 
@@ -236,12 +237,29 @@ class Model(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         smoothing = self.cfg.label_smoothing if self.training else 0.0
         logits = _at_least_fp32(self.logits(batch))
-        return F.cross_entropy(
-            logits, batch.labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
-        )  # fmt: skip
+        return F.cross_entropy(logits, batch.labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
 
 
-class Decoder(Model):
+class Writer(Model):
+    """A model that writes one token after another."""
+
+    embedding: Embedding
+    decoder: Stack
+    head: LMHead
+
+    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Logits [N, V] after the new tokens ids [N, S]; the cache remembers them."""
+        rows, new = ids.shape
+        assert new == 1 or cache.length == 0, "several tokens at once only as the first prompt"
+        positions = torch.arange(cache.length, cache.length + new, device=ids.device).repeat(rows)
+        layout = dense_layout(rows, new, device=ids.device)
+        x = self.embedding(Sequences(ids.flatten(), positions, layout))
+        x = self.decoder(x, positions, layout, cache.memory, cache.memory_layout, cache)
+        cache.length += new
+        return self.head(x.view(rows, new, -1)[:, -1], self.embedding.token.weight)
+
+
+class Decoder(Writer):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(cfg)
         self.embedding = Embedding(cfg)
@@ -255,10 +273,6 @@ class Decoder(Model):
 
     def start(self) -> Cache:
         return Cache([LayerCache() for _ in self.decoder.blocks])
-
-    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
-        """Logits [N, V] after the new tokens ids [N, S]; the cache remembers them."""
-        return _decode(self, ids, cache)
 
 
 class Encoder(Model):
@@ -292,7 +306,7 @@ class ClassHead(nn.Module):
         return self.classifier(F.dropout(torch.tanh(self.pooler(x)), self.dropout, self.training))
 
 
-class EncoderDecoder(Model):
+class EncoderDecoder(Writer):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(cfg)
         self.embedding = Embedding(cfg)  # shared by source, target and, when tied, output
@@ -313,7 +327,7 @@ class EncoderDecoder(Model):
         """A cache for decoding `copies` continuations of each source (a dense layout), side by side."""
         layout = source.layout
         rows = torch.arange(layout.num_sequences, device=source.ids.device).repeat_interleave(copies)
-        memory = _as_rows(self.encode(source), layout)[rows].flatten(0, 1)
+        memory = as_rows(self.encode(source), layout)[rows].flatten(0, 1)
         lengths = None if layout.lengths is None else layout.lengths[rows]
         layers = [(LayerCache(), LayerCache()) for _ in self.decoder.blocks]
         return Cache(
@@ -322,10 +336,6 @@ class EncoderDecoder(Model):
             memory,
             dense_layout(len(rows), layout.max_len, lengths, rows.device),
         )
-
-    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
-        """Logits [N, V] after the new tokens ids [N, S]; the cache remembers them."""
-        return _decode(self, ids, cache)
 
 
 class PatchEmbedding(nn.Module):
@@ -389,64 +399,6 @@ def sites(model: nn.Module) -> dict[str, list[str]]:
     return found | {"head": ["head"]}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool, dropout: float) -> Tensor:
-    """Softmax attention inside each sequence: q [T, H, D], k and v [T', K, D] to [T, H, D]."""
-    if q_layout.dense and k_layout.dense:
-        return _attend_dense(q, k, v, q_layout, k_layout, causal, dropout)
-    packed = q_layout.lengths is None and k_layout.lengths is None
-    if packed and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
-        from torch.nn.attention.varlen import varlen_attn
-
-        if k.shape[1] != q.shape[1]:  # torch 2.11 groups KV heads by itself, later ones by an option: neither is needed
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
-        out = varlen_attn(q, k, v, *ends, window_size=(-1, 0) if causal else (-1, -1))
-        assert isinstance(out, Tensor)
-        return out
-    # Everywhere else: a padded rectangle, and back. Slower than a packed kernel, equally exact.
-    out = _attend_dense(
-        _pad(q, q_layout), _pad(k, k_layout), _pad(v, k_layout), _padded(q_layout), _padded(k_layout), causal, dropout
-    )
-    return _unpad(out, q_layout, q.shape[0])
-
-
-def _attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool, dropout: float
-) -> Tensor:
-    q, k, v = (_as_rows(t, layout).transpose(1, 2) for t, layout in ((q, q_layout), (k, k_layout), (v, k_layout)))
-    mask = None
-    if k_layout.lengths is not None and not causal:  # causal rows cannot see the padding on their right anyway
-        # An empty row keeps its first key: a softmax over nothing is NaN, and NaN spreads through the backward pass.
-        keys = torch.arange(k_layout.max_len, device=q.device) < k_layout.lengths.clamp(min=1)[:, None]
-        mask = keys[:, None, None, :]
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def _as_rows(x: Tensor, layout: Layout) -> Tensor:
-    """[N * S, ...] of a dense layout seen as [N, S, ...]."""
-    return x.view(layout.num_sequences, layout.max_len, *x.shape[1:])
-
-
-def _padded(layout: Layout) -> Layout:
-    return layout if layout.dense else Layout(layout.offsets, layout.max_len, dense=True, lengths=layout.offsets.diff())
-
-
-def _pad(x: Tensor, layout: Layout) -> Tensor:
-    """[T, ...] packed to [N * S, ...]; the filler repeats some real token, so it is finite."""
-    at = layout.offsets[:-1, None] + torch.arange(layout.max_len, device=x.device)
-    return x[at.clamp(max=x.shape[0] - 1).flatten()]
-
-
-def _unpad(x: Tensor, layout: Layout, num_tokens: int) -> Tensor:
-    """[N * S, ...] back to [T, ...]."""
-    token = torch.arange(num_tokens, device=x.device)
-    sequence = torch.searchsorted(layout.offsets[1:], token, right=True, out_int32=True)
-    return x[sequence * layout.max_len + token - layout.offsets[sequence]]
-
-
 def rotary_angles(positions: Tensor, head_size: int, theta: float) -> Rotary:
     frequencies = theta ** -(torch.arange(0, head_size, 2, device=positions.device).float() / head_size)
     angles = positions.float()[:, None] * frequencies
@@ -480,17 +432,6 @@ def build_norm(cfg: ModelConfig) -> nn.Module:
     if cfg.norm == "rmsnorm":
         return nn.RMSNorm(cfg.width, eps=cfg.norm_eps)
     return nn.LayerNorm(cfg.width, eps=cfg.norm_eps, bias=cfg.bias)
-
-
-def _decode(model: Decoder | EncoderDecoder, ids: Tensor, cache: Cache) -> Tensor:
-    rows, new = ids.shape
-    assert new == 1 or cache.length == 0, "several tokens at once only as the first prompt"
-    positions = torch.arange(cache.length, cache.length + new, device=ids.device).repeat(rows)
-    layout = dense_layout(rows, new, device=ids.device)
-    x = model.embedding(Sequences(ids.flatten(), positions, layout))
-    x = model.decoder(x, positions, layout, cache.memory, cache.memory_layout, cache)
-    cache.length += new
-    return model.head(x.view(rows, new, -1)[:, -1], model.embedding.token.weight)
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:

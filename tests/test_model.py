@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from stretto.attention import attend
 from stretto.batch import IGNORE, Batch, Counts, Layout, Sequences
 from stretto.config import ModelConfig
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
-from stretto.model import Decoder, EncoderDecoder, Model, attend, build_model, sites
+from stretto.model import Decoder, EncoderDecoder, Model, build_model, sites
 from stretto.weights import materialise
 
 VOCAB, WIDTH, MAX_LEN, CLASSES = 43, 24, 40, 4

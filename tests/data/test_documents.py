@@ -129,5 +129,5 @@ def test_names_with_slashes(name: str, readings: list[tuple[str, ...]]) -> None:
 
 def test_hub_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
-    with pytest.raises(DataError, match=r"data\.train = 'hf:some/set' needs .* stretto\[datasets\]"):
+    with pytest.raises(DataError, match=r"data\.train = 'hf:some/set' needs .*stretto\[datasets\]"):
         open_documents("data.train", "hf:some/set", ".txt")

@@ -1,0 +1,72 @@
+"""Softmax attention inside each sequence of a layout, by the best kernel that torch has for it.
+
+Shapes: queries [T, H, D], keys and values [T', K, D] with H a multiple of K; see batch.py for layouts. Dense layouts go
+to SDPA as they are. Packed ones go to the variable-length kernel where there is one (GPU, 16 bits, no dropout), and
+elsewhere through a padded rectangle.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.batch import Layout
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool, dropout: float) -> Tensor:
+    """Softmax attention inside each sequence: q [T, H, D], k and v [T', K, D] to [T, H, D]."""
+    if q_layout.dense and k_layout.dense:
+        return _attend_dense(q, k, v, q_layout, k_layout, causal, dropout)
+    packed = q_layout.lengths is None and k_layout.lengths is None
+    if packed and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and dropout == 0.0:
+        from torch.nn.attention.varlen import varlen_attn
+
+        if k.shape[1] != q.shape[1]:  # torch 2.11 groups KV heads by itself, later ones by an option: neither is needed
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
+        out = varlen_attn(q, k, v, *ends, window_size=(-1, 0) if causal else (-1, -1))
+        assert isinstance(out, Tensor)
+        return out
+    # Everywhere else: a padded rectangle, and back. Slower than a packed kernel, equally exact.
+    out = _attend_dense(
+        _pad(q, q_layout), _pad(k, k_layout), _pad(v, k_layout), _padded(q_layout), _padded(k_layout), causal, dropout
+    )
+    return _unpad(out, q_layout, q.shape[0])
+
+
+def _attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool, dropout: float
+) -> Tensor:
+    q, k, v = (as_rows(t, layout).transpose(1, 2) for t, layout in ((q, q_layout), (k, k_layout), (v, k_layout)))
+    mask = None
+    if k_layout.lengths is not None and not causal:  # causal rows cannot see the padding on their right anyway
+        # An empty row keeps its first key: a softmax over nothing is NaN, and NaN spreads through the backward pass.
+        keys = torch.arange(k_layout.max_len, device=q.device) < k_layout.lengths.clamp(min=1)[:, None]
+        mask = keys[:, None, None, :]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def as_rows(x: Tensor, layout: Layout) -> Tensor:
+    """[N * S, ...] of a dense layout seen as [N, S, ...]."""
+    return x.view(layout.num_sequences, layout.max_len, *x.shape[1:])
+
+
+def _padded(layout: Layout) -> Layout:
+    return layout if layout.dense else Layout(layout.offsets, layout.max_len, dense=True, lengths=layout.offsets.diff())
+
+
+def _pad(x: Tensor, layout: Layout) -> Tensor:
+    """[T, ...] packed to [N * S, ...]; the filler repeats some real token, so it is finite."""
+    at = layout.offsets[:-1, None] + torch.arange(layout.max_len, device=x.device)
+    return x[at.clamp(max=x.shape[0] - 1).flatten()]
+
+
+def _unpad(x: Tensor, layout: Layout, num_tokens: int) -> Tensor:
+    """[N * S, ...] back to [T, ...]."""
+    token = torch.arange(num_tokens, device=x.device)
+    sequence = torch.searchsorted(layout.offsets[1:], token, right=True, out_int32=True)
+    return x[sequence * layout.max_len + token - layout.offsets[sequence]]
