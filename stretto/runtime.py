@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto import __version__
 from stretto.config import RunConfig
 from stretto.errors import CheckpointError, ConfigError, DiskFullError, OutOfMemoryError, PeerLostError, StrettoError
 
@@ -152,8 +153,8 @@ def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
     if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemoryError(f"the GPU's memory is full: lower data.batch_size or data.max_tokens and raise "
                                 f"train.micro_batches by as much. {text.splitlines()[0]}")  # fmt: skip
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return DiskFullError(f"no space left for {error.filename or 'the run folder'}; earlier checkpoints are whole")
+    if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in text:
+        return DiskFullError(f"the disk is full; earlier checkpoints are whole: {text}")
     lost = (
         "Connection closed by peer",
         "Connection reset by peer",
@@ -175,6 +176,7 @@ def describe_environment(runtime: Runtime) -> dict[str, Any]:
     return {
         "device": name if runtime.world == 1 else f"{runtime.world} x {name}",
         "processes": runtime.world,
+        "stretto": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(terse=True),

@@ -86,8 +86,9 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
 
 def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     corpus = f"data.train={write_corpus(tmp_path / 'text')}"
-    small = [corpus, "model.layers=1", "data.seq_len=32", "train.steps=400", "train.log_every=5", "train.eval_every=0"]
-    run = tmp_path / "run"
+    small = [corpus, "model.layers=1", "data.seq_len=32", "train.steps=300", "train.log_every=5", "train.eval_every=0"]
+    small += ["model.dropout=0.1"]
+    run, undisturbed = tmp_path / "run", start("demo", tmp_path / "whole", *small)
     first = start("demo", run, *small)
     wait_for_step(run, 10, first)
     first.send_signal(signal.SIGINT)
@@ -97,8 +98,14 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     second = start("demo", run, *small, resume=True)
     output, _ = second.communicate(timeout=120)
     assert second.returncode == 0, output
-    steps = [event["step"] for event in read_events(run) if "loss" in event]
-    assert steps == [1, *range(5, 401, 5)] and stopped < 400
+    output, _ = undisturbed.communicate(timeout=120)
+    assert undisturbed.returncode == 0, output
+    losses = [
+        {event["step"]: event["loss"] for event in read_events(folder) if "loss" in event}
+        for folder in (run, tmp_path / "whole")
+    ]
+    assert list(losses[0]) == [1, *range(5, 301, 5)] and stopped < 300
+    assert losses[0] == losses[1], "bit for bit, in new processes"
 
 
 def test_translation_files_of_unequal_length_are_named(

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,19 @@ def change(tree: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return tree
 
 
+def find_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def launch(jobs: dict[str, Any], folder: Path, processes: int) -> None:
     """All jobs in one launch, each in its own run folder."""
     folder.mkdir()
     for name, job in jobs.items():
         job["config"]["run"]["dir"] = str(folder / job.get("folder", name))
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port)]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(find_port())]
     command = [sys.executable, *(torchrun if processes > 1 else []), "-m", "tests.distributed.jobs"]
     done = subprocess.run(
         [*command, str(folder / "jobs.json"), str(folder)],
@@ -172,6 +176,34 @@ def test_the_command_itself_under_torchrun(runs: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert list(losses(run)) == [1, 2, 3, 4, 5]
     assert (run / "report.html").exists() and done.stdout.count("step 5/5") == 1, "one process speaks"
+
+
+def test_the_loss_of_a_process_ends_the_other_with_a_clear_message(runs: Path) -> None:
+    """Started by hand: torchrun would end the survivor before it could speak."""
+    run = runs / "lost"
+    sets = [
+        f"run.dir={run}",
+        f"data.train={runs / 'text'}",
+        "data.seq_len=32",
+        "train.steps=100000",
+        "run.timeout_s=30",
+    ]
+    options = [part for override in sets for part in ("--set", override)]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port()), "OMP_NUM_THREADS": "1"}
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-m", "stretto", "train", "demo", *options],
+            env=os.environ | group | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not ((run / "events.jsonl").exists() and losses(run)):
+        time.sleep(0.1)
+    second.kill()
+    _, message = first.communicate(timeout=60)
+    second.communicate()
+    assert first.returncode == 7 and "stretto: another process was lost" in message, message
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_before_step_one(runs: Path) -> None:

@@ -1,0 +1,37 @@
+"""What torch and the system raise, in the user's words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from stretto.errors import ConfigError
+from stretto.runtime import choose_device, explain
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 8, "data.batch_size"),
+        (OSError(28, "No space left on device", "x"), 9, "disk is full"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), 9, "disk is full"),
+        (torch.distributed.DistBackendError("NCCL watchdog"), 7, "run.timeout_s = 5"),
+    ],
+)
+def test_known_errors_get_their_exit_code(error: BaseException, code: int, words: str) -> None:
+    explained = explain(error, timeout_s=5)
+    assert explained is not None and explained.exit_code == code and words in str(explained)
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError("x"), ValueError("a bug"), OSError(2, "No such file"), KeyboardInterrupt()]
+)
+def test_the_rest_is_left_as_it_is(error: BaseException) -> None:
+    assert explain(error, timeout_s=5) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"run\.device"):
+        choose_device("cuda")
