@@ -55,10 +55,6 @@ class Counts:
     source_pairs: int = 0
     cross_pairs: int = 0
 
-    @property
-    def padding(self) -> float:
-        return 1.0 - self.tokens / max(self.slots, 1)
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -11,7 +11,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -260,11 +260,6 @@ def dump_config(config: Config) -> str:
     for name, section in asdict(config).items():
         lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in section.items()), ""]
     return "\n".join(lines)
-
-
-def with_model(config: Config, **changes: Any) -> Config:
-    """A copy with model keys that only the data could tell (vocabulary, classes)."""
-    return replace(config, model=replace(config.model, **changes))
 
 
 def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> Any:

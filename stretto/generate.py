@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from stretto.batch import Batch, Counts, Sequences, dense_layout
@@ -52,7 +55,8 @@ def translate(trained: Trained, sentences: Sequence[str], beam: int = 4, max_tok
     encoded = [[*tokenizer.encode(sentence.strip())[: limit - 1], tokenizer.eos] for sentence in sentences]
     out = [""] * len(sentences)
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    for rows in _batches(order, encoded, max_tokens // beam):
+    batches = list(_batches(order, encoded, max_tokens // beam))
+    for rows in track(batches, "translating", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         found = beam_search(trained, [encoded[i] for i in rows], beam)
         for i, ids in zip(rows, found, strict=True):
             out[i] = tokenizer.decode(ids)
