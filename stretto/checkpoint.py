@@ -2,9 +2,8 @@
 
     checkpoints/step-00000020/model.safetensors      weights, whole tensors under their state-dict names
                               optimizer.safetensors  moments, as "exp_avg/NAME"
-                              state.json             step and whatever else the trainer wants back
+                              state.json             step, which step evaluated best, and what the trainer wants back
                               manifest.json          size and SHA-256 of the others
-    checkpoints/best.json                            which step evaluated best
 
 A checkpoint is written into a temporary folder, flushed to the disk and renamed in one instant, so a crash leaves the
 previous one or the new one, whole. One that does not match its manifest is never loaded. There is no pickle: reading
@@ -40,7 +39,7 @@ class Snapshot:
 
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
-    state: dict[str, Any]  # JSON
+    state: dict[str, Any]  # JSON; `step`, and `best_step`: 0 while nothing was evaluated
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Snapshot:
@@ -76,7 +75,7 @@ def save(folder: Path, shot: Snapshot, keep: int) -> Path:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     _sync(folder)
-    _retire(folder, keep)
+    _retire(folder, step, keep, shot.state["best_step"])
     return target
 
 
@@ -127,26 +126,12 @@ def find_newest(folder: Path, say: Any = print) -> int | None:
 
 
 def find_best(folder: Path, say: Any = print) -> int | None:
-    """The step that evaluated best, or the newest where nothing was evaluated."""
-    best = read_best(folder)
-    if best is not None and find_damage(folder / f"step-{best[0]:08d}") is None:
-        return best[0]
-    return find_newest(folder, say)
-
-
-def read_best(folder: Path) -> tuple[int, float] | None:
-    try:
-        value = json.loads((folder / "best.json").read_text())
-        return int(value["step"]), float(value["eval_loss"])
-    except (OSError, ValueError, KeyError, TypeError):
+    """The step that evaluated best, by the word of the newest checkpoint; the newest itself where that is gone."""
+    newest = find_newest(folder, say)
+    if newest is None:
         return None
-
-
-def write_best(folder: Path, step: int, eval_loss: float) -> None:
-    draft = folder / ".new-best.json"
-    draft.write_text(json.dumps({"step": step, "eval_loss": eval_loss}))
-    _sync(draft)
-    draft.replace(folder / "best.json")
+    best = int(json.loads((folder / f"step-{newest:08d}" / "state.json").read_text())["best_step"])
+    return best if find_damage(folder / f"step-{best:08d}") is None else newest
 
 
 def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
@@ -189,12 +174,14 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Sn
             put(optimizer.state[parameter][key], value)
 
 
-def _retire(folder: Path, keep: int) -> None:
-    """Keeps the newest `keep` and the best. Runs only after a new one is safely there."""
-    best = read_best(folder)
-    for step in steps(folder)[keep:]:
-        if best is None or step != best[0]:
-            _discard(folder / f"step-{step:08d}")
+def _retire(folder: Path, step: int, keep: int, best_step: int) -> None:
+    """Keeps the newest `keep` and the best. Runs only after `step` is safely there; those beyond it did not verify
+    when the run was resumed, and must not count as the newest."""
+    known = steps(folder)
+    newest = [other for other in known if other <= step][:keep]
+    for other in known:
+        if other not in (*newest, best_step):
+            _discard(folder / f"step-{other:08d}")
 
 
 def _discard(checkpoint: Path) -> None:

@@ -26,6 +26,9 @@ class RunConfig:
     deterministic: bool = False  # only deterministic kernels: slower, bit-equal from run to run on a GPU too
     timeout_s: float = 600.0  # no process waits longer than this for another one
 
+    def __post_init__(self) -> None:
+        _require_positive("run", self, "timeout_s")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -50,6 +53,11 @@ class DataConfig:
     join_documents: bool = False
     layout: Literal["packed", "padded"] = "packed"  # padded wastes work; it is there to compare with
     mask_share: float = 0.15  # masked: share of positions to predict
+
+    def __post_init__(self) -> None:
+        _require_positive("data", self, "vocab", "seq_len", "batch_size", "max_tokens")
+        for key in ("held_out", "mask_share"):
+            _require(0.0 < getattr(self, key) < 1.0, f"data.{key} must be between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,11 @@ class ModelConfig:
     channels: int = 3
 
     def __post_init__(self) -> None:
-        for key in ("layers", "width", "heads", "max_len", "patch"):
-            _require(getattr(self, key) > 0, f"model.{key} must be positive")
+        _require_positive("model", self, "layers", "width", "heads", "max_len", "patch", "image_size", "channels")
+        _require_positive("model", self, "norm_eps", "rope_theta")
+        _require_not_negative(
+            "model", self, "decoder_layers", "kv_heads", "mlp_width", "vocab", "token_types", "classes"
+        )
         _require(
             self.width % self.heads == 0, f"model.width = {self.width} is not a multiple of model.heads = {self.heads}"
         )
@@ -121,6 +132,13 @@ class OptimConfig:
     eps: float = 1e-8
     clip: float = 1.0  # global gradient norm; 0: no clipping
 
+    def __post_init__(self) -> None:
+        _require_positive("optim", self, "lr", "eps")
+        _require_not_negative("optim", self, "warmup", "weight_decay", "clip")
+        _require(0.0 <= self.min_lr <= 1.0, "optim.min_lr is a share of optim.lr: it must be between 0 and 1")
+        for key in ("beta1", "beta2"):
+            _require(0.0 <= getattr(self, key) < 1.0, f"optim.{key} must be in [0, 1)")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -136,6 +154,10 @@ class TrainConfig:
     # What to do about a loss or gradient that is not finite. Its update is never applied, either way.
     non_finite: Literal["stop", "skip"] = "stop"
     sample: str = ""  # decoder: what the sample in the report begins with
+
+    def __post_init__(self) -> None:
+        _require_positive("train", self, "steps", "log_every")
+        _require_not_negative("train", self, "micro_batches", "eval_every", "eval_batches")
 
 
 @dataclass(frozen=True)
@@ -153,6 +175,10 @@ class ParallelConfig:
 class CheckpointConfig:
     every: int = 0  # steps; 0: only at the end and when stopped
     keep: int = 2  # how many of the newest to keep, besides the best
+
+    def __post_init__(self) -> None:
+        _require_not_negative("checkpoint", self, "every")
+        _require_positive("checkpoint", self, "keep")
 
 
 @dataclass(frozen=True)
@@ -185,13 +211,6 @@ class Config:
             self.model.kind != "encoder" or self.model.classes == 0,
             "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
         )
-        for key in ("steps", "log_every"):
-            _require(getattr(self.train, key) > 0, f"train.{key} must be positive")
-        for key in ("batch_size", "seq_len", "max_tokens"):
-            _require(getattr(self.data, key) > 0, f"data.{key} must be positive")
-        _require(self.checkpoint.keep >= 1, "checkpoint.keep must be at least 1")
-        _require(0.0 < self.data.held_out < 1.0, "data.held_out must be between 0 and 1")
-        _require(0.0 < self.data.mask_share < 1.0, "data.mask_share must be between 0 and 1")
 
 
 _GPT2 = {"kind": "decoder", "vocab": 50257, "max_len": 1024}
@@ -270,7 +289,7 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
             raise ConfigError(f"unknown key {name}.{key}{_nearest(key, known)}")
     preset = values.get("preset")
     if name == "model" and preset:
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise ConfigError(f"model.preset = {preset!r} is not a preset{_nearest(str(preset), PRESETS)}")
         values = PRESETS[preset] | dict(values)
     return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in values.items()})
@@ -318,7 +337,18 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value)  # TOML's strings, integers, booleans and arrays read JSON's
+    # TOML reads JSON's strings, integers, booleans and arrays, but neither surrogate pairs nor a bare DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _require_positive(name: str, section: Any, *keys: str) -> None:
+    for key in keys:
+        _require(getattr(section, key) > 0, f"{name}.{key} = {getattr(section, key)} must be positive")
+
+
+def _require_not_negative(name: str, section: Any, *keys: str) -> None:
+    for key in keys:
+        _require(getattr(section, key) >= 0, f"{name}.{key} = {getattr(section, key)} must not be negative")
 
 
 def _require(holds: bool, message: str) -> None:

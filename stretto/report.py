@@ -7,6 +7,7 @@ evaluations carry `step` and `eval_loss`; the first line of each start carries `
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -73,7 +74,8 @@ class Report:
         """Writes one line; numbers also go to TensorBoard. A line is on its way to the disk before this returns."""
         if not self.active:
             return
-        self.file.write(json.dumps({"time": round(time.time(), 3), **values}) + "\n")
+        line = {"time": round(time.time(), 3)} | {key: _as_json(value) for key, value in values.items()}
+        self.file.write(json.dumps(line, allow_nan=False) + "\n")
         self.file.flush()
         if "step" in values:
             group = "eval" if "eval_loss" in values else "train"
@@ -120,6 +122,11 @@ def _forget_after(path: Path, step: int) -> None:
     draft = path.with_name(f".{path.name}")
     draft.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
     draft.replace(path)
+
+
+def _as_json(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _clock(seconds: float) -> str:

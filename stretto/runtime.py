@@ -73,10 +73,10 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
     own_group = runtime.world > 1 and not dist.is_initialized()
-    if own_group:
-        backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=cfg.timeout_s))
     try:
+        if own_group:
+            backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=cfg.timeout_s))
         with _signals(runtime):
             yield runtime
     except BaseException as error:
@@ -86,7 +86,7 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
         raise explained from error
     finally:
         torch.use_deterministic_algorithms(deterministic_before)
-        if own_group:
+        if own_group and dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -150,10 +150,11 @@ def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
     text = str(error)
     if isinstance(error, StrettoError):
         return None
-    if isinstance(error, torch.OutOfMemoryError):
-        return OutOfMemoryError(f"the GPU's memory is full: lower data.batch_size or data.max_tokens and raise "
-                                f"train.micro_batches by as much. {text.splitlines()[0]}")  # fmt: skip
-    if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in text:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
+        return OutOfMemoryError(f"memory is full: lower data.batch_size or data.max_tokens and raise "
+                                f"train.micro_batches by as much. {text.partition(chr(10))[0]}")  # fmt: skip
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or "No space left on device" in text:
         return DiskFullError(f"the disk is full; earlier checkpoints are whole: {text}")
     lost = (
         "Connection closed by peer",

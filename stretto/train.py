@@ -40,6 +40,7 @@ class Run:
     step: int = 0  # updates done
     tokens: int = 0  # read by them
     best: float = math.inf  # lowest evaluation loss so far
+    best_step: int = 0
 
     @property
     def checkpoints(self) -> Path:
@@ -122,29 +123,32 @@ def run_loop(run: Run, report: Report) -> None:
         with meter.paused():
             better = _due(cfg.eval_every, run) and evaluate_now(run, report)
             if better or stop or _due(run.config.checkpoint.every, run):
-                save(run, better)
+                save(run)
         if stop and run.step < total:
             raise Preempted(
                 f"stopped after step {run.step} of {total}; the same command with --resume goes on from there"
             )
-    report.event(finished={"steps": total, "seconds": round(meter.total_seconds, 3)})
+    if first < total:
+        report.event(finished={"steps": total, "seconds": round(meter.total_seconds, 3)})
 
 
 def evaluate_now(run: Run, report: Report) -> bool:
     """Whether the model is better than ever before."""
     scores = evaluate(run.parts.plain, run.parts.precision, run.data, run.config.train.eval_batches, run.rt)
     report.eval_line(run.step, scores)
-    better = scores["eval_loss"] < run.best
-    run.best = min(run.best, scores["eval_loss"])
-    return better
+    if scores["eval_loss"] >= run.best:
+        return False
+    run.best, run.best_step = scores["eval_loss"], run.step
+    return True
 
 
-def save(run: Run, better: bool) -> None:
+def save(run: Run) -> None:
     run.parts.guard.check(run.step)
     state = {
         "step": run.step,
         "tokens": run.tokens,
         "best": run.best if run.best < math.inf else None,
+        "best_step": run.best_step,
         "scaler": run.parts.scaler.state_dict(),
         "guard": run.parts.guard.state_dict(),
         "identity": _identity(run),
@@ -152,27 +156,31 @@ def save(run: Run, better: bool) -> None:
     shot = checkpoint.snapshot(run.parts.plain, run.parts.optimizer, state)
     if run.rt.is_main:
         checkpoint.save(run.checkpoints, shot, run.config.checkpoint.keep)
-        if better:
-            checkpoint.write_best(run.checkpoints, run.step, run.best)
     run.rt.barrier()
 
 
 def load_latest(run: Run) -> None:
     """Goes on from the newest checkpoint that verifies; from the beginning if there is none."""
-    found = (checkpoint.find_newest(run.checkpoints) or 0) if run.rt.is_main else 0
-    (step,) = run.rt.sum_over_ranks([found])  # the main process looked; now all know
+    found = checkpoint.find_newest(run.checkpoints) if run.rt.is_main else None
+    if found is None and run.rt.is_main and checkpoint.steps(run.checkpoints):
+        raise CheckpointError(f"no checkpoint in {run.checkpoints} can be used; move them away to begin anew")
+    (step,) = run.rt.sum_over_ranks([found or 0])  # the main process looked; now all know
     if step == 0:
         return
+    if step > run.config.train.steps:
+        raise CheckpointError(f"{run.checkpoints} is at step {step}, beyond train.steps = {run.config.train.steps}")
     shot = checkpoint.load(run.checkpoints, step)
     differences = _differences(_identity(run), shot.state["identity"])
     if differences:
         raise CheckpointError(f"{run.config.run.dir} was made by another configuration: " + "; ".join(differences))
     checkpoint.restore_weights(run.parts.plain, shot)
     checkpoint.restore_moments(run.parts.plain, run.parts.optimizer, shot)
-    run.parts.scaler.load_state_dict(shot.state["scaler"])
+    if shot.state["scaler"]:  # empty unless it was fp16 then too
+        run.parts.scaler.load_state_dict(shot.state["scaler"])
     run.parts.guard.load_state_dict(shot.state["guard"])
     run.step, run.tokens = step, shot.state["tokens"]
     run.best = math.inf if shot.state["best"] is None else shot.state["best"]
+    run.best_step = shot.state["best_step"]
 
 
 def _identity(run: Run) -> dict[str, Any]:
@@ -185,7 +193,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "data": {key: value for key, value in asdict(config.data).items() if key not in places},
         "run": {"seed": config.run.seed},
         "train": {"micro_batches": config.train.micro_batches},
-        "content": {"data.train": run.data.fingerprint},
+        "content": {"data.train": run.data.fingerprint, "num_train": run.data.num_train},
     }
 
 
@@ -198,6 +206,8 @@ def complete(config: Config, data: Data, world: int) -> Config:
             model = replace(model, vocab=-(-size // 64) * 64)
         elif model.vocab < size:
             raise ConfigError(f"model.vocab = {model.vocab} is smaller than the tokenizer's {size}; set it to 0")
+        if model.kind == "decoder" and len(data.tokenizer.encode(config.train.sample)) + 1 >= model.max_len:
+            raise ConfigError(f"train.sample is longer than model.max_len = {model.max_len} tokens")
     elif model.classes == 0:
         model = replace(model, classes=len(data.labels))
     elif model.classes < len(data.labels):
@@ -238,7 +248,10 @@ def _count(config: Config, batches: list[tuple[int, Batch]]) -> list[int]:
 def _prepare_folder(folder: Path, resume: bool) -> None:
     if not resume and (folder / "checkpoints").exists():
         raise CheckpointError(f"{folder} already holds a run: add --resume to go on with it, or set another run.dir")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir = {str(folder)!r} cannot be a folder: {error.strerror}") from error
 
 
 def _open_data(config: Config, folder: Path, rt: Runtime) -> Data:

@@ -16,10 +16,10 @@ from stretto.checkpoint import Snapshot
 from stretto.errors import CheckpointError
 
 
-def shot(step: int, value: float = 1.0) -> Snapshot:
-    tensor = torch.full((3, 4), value + step)
+def shot(step: int, best_step: int = 0) -> Snapshot:
+    tensor = torch.full((3, 4), 1.0 + step)
     moments = {"exp_avg/weight": tensor * 2, "step/weight": torch.tensor(float(step))}
-    return Snapshot({"weight": tensor}, moments, {"step": step, "note": "x"})
+    return Snapshot({"weight": tensor}, moments, {"step": step, "best_step": best_step})
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_round_trip(tmp_path: Path) -> None:
     loaded = checkpoint.load(tmp_path, 5)
     assert torch.equal(loaded.weights["weight"], shot(5).weights["weight"])
     assert torch.equal(loaded.moments["exp_avg/weight"], shot(5).moments["exp_avg/weight"])
-    assert loaded.state == {"step": 5, "note": "x"}
+    assert loaded.state == {"step": 5, "best_step": 0}
 
 
 FILES = (*checkpoint.FILES, "manifest.json")
@@ -76,20 +76,29 @@ def test_a_flip_goes_unnoticed_without_the_manifest(tmp_path: Path) -> None:
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4, 5):
-        checkpoint.save(tmp_path, shot(step), keep=2)
-        if step == 2:
-            checkpoint.write_best(tmp_path, 2, 0.5)
+        checkpoint.save(tmp_path, shot(step, best_step=min(step, 2)), keep=2)
     assert checkpoint.steps(tmp_path) == [5, 4, 2]
     assert checkpoint.find_best(tmp_path) == 2
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_damaged_best_falls_back_to_the_newest(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, shot(1), keep=2)
-    checkpoint.write_best(tmp_path, 1, 0.5)
-    checkpoint.save(tmp_path, shot(2), keep=2)
+    checkpoint.save(tmp_path, shot(1, best_step=1), keep=2)
+    checkpoint.save(tmp_path, shot(2, best_step=1), keep=2)
     flip(tmp_path / "step-00000001" / "model.safetensors")
     assert checkpoint.find_best(tmp_path) == 2
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_checkpoints_never_push_out_good_ones(tmp_path: Path, keep: int) -> None:
+    """A run that fell back over damaged ones saves steps that are older than theirs."""
+    for step in (5, 10, 15):
+        checkpoint.save(tmp_path, shot(step), keep=3)
+    for step in (10, 15):
+        flip(tmp_path / f"step-{step:08d}" / "model.safetensors")
+    checkpoint.save(tmp_path, shot(7), keep=keep)
+    assert checkpoint.find_newest(tmp_path) == 7
+    assert checkpoint.steps(tmp_path) == [7, 5][:keep]
 
 
 def test_a_failed_write_leaves_the_old_one_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,16 @@ from stretto.recipes import find_recipe, list_recipes
         ({"data": {"languages": [1]}}, ["data.languages", "strings"]),
         ({"techniques": {"fused": True}}, ["techniques.fused"]),
         ({"checkpoint": {"keep": 0}}, ["checkpoint.keep"]),
+        ({"optim": {"clip": -1.0}}, ["optim.clip", "negative"]),
+        ({"optim": {"lr": -1.0}}, ["optim.lr", "positive"]),
+        ({"optim": {"min_lr": -5.0}}, ["optim.min_lr"]),
+        ({"optim": {"beta1": 1.5}}, ["optim.beta1"]),
+        ({"train": {"eval_batches": -1}}, ["train.eval_batches"]),
+        ({"train": {"micro_batches": -2}}, ["train.micro_batches"]),
+        ({"model": {"kv_heads": -2}}, ["model.kv_heads"]),
+        ({"model": {"norm_eps": 0.0}}, ["model.norm_eps"]),
+        ({"model": {"preset": [1]}}, ["model.preset"]),
+        ({"run": {"timeout_s": 0}}, ["run.timeout_s"]),
     ],
 )
 def test_errors_name_the_key_and_the_way_out(tree: dict[str, object], words: list[str]) -> None:
@@ -79,7 +89,12 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_dump_and_load_give_the_same_config(tmp_path: Path, preset: str) -> None:
     task = {"decoder": "causal", "encoder": "masked", "encoder-decoder": "translation", "vit": "images"}
-    data = {"task": task[PRESETS[preset]["kind"]], "languages": ["en", "de"], "seq_len": 64, "train": 'a "b" \\ ü'}
+    data = {
+        "task": task[PRESETS[preset]["kind"]],
+        "languages": ["en", "de"],
+        "seq_len": 64,
+        "train": 'a "b" \\ ü \U0001f600 \x7f',
+    }
     config = build_config({"model": {"preset": preset}, "data": data})
     (tmp_path / "c.toml").write_text(dump_config(config), encoding="utf-8")
     assert load_config(tmp_path / "c.toml") == config

@@ -16,6 +16,13 @@ from stretto.runtime import choose_device, explain
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 8, "data.batch_size"),
         (OSError(28, "No space left on device", "x"), 9, "disk is full"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), 9, "disk is full"),
+        (OSError(122, "Disk quota exceeded"), 9, "disk is full"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            8,
+            "data.batch_size",
+        ),
+        (MemoryError(), 8, "data.batch_size"),
         (torch.distributed.DistBackendError("NCCL watchdog"), 7, "run.timeout_s = 5"),
     ],
 )

@@ -224,9 +224,8 @@ def test_loss_falls_and_the_run_folder_is_complete(make_config: MakeConfig) -> N
             assert event["tokens_per_s"] > 0 and {"step", "lr", "grad_norm", "padding", "mfu", "memory_gib"} <= set(
                 event
             )
-    best = checkpoint.read_best(folder / "checkpoints")
-    scores = [event["eval_loss"] for event in read_events(folder) if "eval_loss" in event]
-    assert best is not None and best[1] == min(scores)
+    scores = {event["eval_loss"]: event["step"] for event in read_events(folder) if "eval_loss" in event}
+    assert checkpoint.find_best(folder / "checkpoints") == scores[min(scores)]
 
 
 def test_fp16_and_bf16_train_on_the_cpu_too(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -290,6 +289,31 @@ def test_resume_falls_back_over_a_damaged_checkpoint(
     assert checkpoint.find_newest(folder / "checkpoints") == 6
     steps = [event["step"] for event in read_events(folder) if "loss" in event]
     assert steps == [1, 2, 3, 4, 5, 6], "each step once, although 5 and 6 ran twice"
+
+
+def test_resume_with_nothing_but_damage_is_refused(make_config: MakeConfig) -> None:
+    folder = train(make_config())
+    for path in (folder / "checkpoints").glob("*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    before = (folder / "events.jsonl").read_text()
+    with pytest.raises(CheckpointError, match="move them away"):
+        train(make_config(), resume=True)
+    assert (folder / "events.jsonl").read_text() == before
+
+
+def test_resume_may_change_the_precision_but_not_the_samples(make_config: MakeConfig, tmp_path: Path) -> None:
+    train(make_config(train__steps=2))
+    train(make_config(train__steps=4, train__precision="fp16"), resume=True)
+    train(make_config(train__steps=6), resume=True)
+    with pytest.raises(CheckpointError, match=r"content\.num_train"):  # what was held out would now be trained on
+        train(make_config(train__steps=8, data__eval=str(tmp_path / "text" / "000.txt")), resume=True)
+    with pytest.raises(CheckpointError, match=r"at step 6, beyond train\.steps = 3"):
+        train(make_config(train__steps=3), resume=True)
+
+
+def test_a_sample_that_is_too_long_is_refused_before_step_one(make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"train\.sample"):
+        train(make_config(train__sample="x" * 40))
 
 
 def test_resume_without_a_checkpoint_begins(make_config: MakeConfig) -> None:
