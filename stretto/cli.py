@@ -34,7 +34,9 @@ def train(
 
 
 @app.command("eval")
-def evaluate_run(run: Run, beam: Annotated[int, typer.Option(help="translation: beams per sentence")] = 4) -> None:
+def evaluate_run(
+    run: Run, beam: Annotated[int, typer.Option(min=1, help="translation: beams per sentence")] = 4
+) -> None:
     """Measure a trained run: loss, and BLEU or accuracy where the task has them."""
     from stretto.evaluate import measure
 
@@ -49,10 +51,10 @@ def generate(
     input: Annotated[
         Path | None, typer.Option(help="a text file with one prompt a line; an image or a folder of them")
     ] = None,
-    max_new: Annotated[int, typer.Option(help="language models: most new tokens")] = 400,
-    temperature: Annotated[float, typer.Option(help="language models: 0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="tokens to sample from (40), or labels to print (5)")] = 0,
-    beam: Annotated[int, typer.Option(help="translation: 1 is greedy")] = 4,
+    max_new: Annotated[int, typer.Option(min=0, help="language models: most new tokens")] = 400,
+    temperature: Annotated[float, typer.Option(min=0, help="language models: 0 takes the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="tokens to sample from (40), or labels to print (5)")] = 0,
+    beam: Annotated[int, typer.Option(min=1, help="translation: 1 is greedy")] = 4,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
 ) -> None:
     """Let a trained run write, translate or label."""

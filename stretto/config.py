@@ -71,7 +71,7 @@ class ModelConfig:
     kv_heads: int = 0  # grouped KV heads; 0: as many as heads
     mlp_width: int = 0  # 0: four times the width
     vocab: int = 0  # 0: what the tokenizer has, rounded up to a multiple of 64
-    max_len: int = 1024  # size of the position table
+    max_len: int = 1024  # size of the position table, and the longest text that is generated
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_order: Literal["pre", "post"] = "pre"
     norm_eps: float = 1e-5
@@ -208,6 +208,9 @@ class Config:
             f"data.seq_len = {self.data.seq_len} is longer than model.max_len = {self.model.max_len}",
         )
         _require(
+            self.data.task != "images" or self.model.channels == 3, "model.channels must be 3: images are read as RGB"
+        )
+        _require(
             self.model.kind != "encoder" or self.model.classes == 0,
             "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
         )
@@ -241,9 +244,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bert-tiny": _BERT | {"layers": 2, "width": 64, "heads": 4, "vocab": 0, "max_len": 128},
     "transformer-base": _TRANSFORMER | {"layers": 6, "width": 512, "heads": 8, "vocab": 37000},
     "transformer-big": _TRANSFORMER | {"layers": 6, "width": 1024, "heads": 16, "vocab": 37000},
+    "transformer-mini": _TRANSFORMER | {"layers": 4, "width": 256, "heads": 4},
     "transformer-tiny": _TRANSFORMER | {"layers": 2, "width": 64, "heads": 4, "max_len": 128},
     "vit-base": _VIT | {"layers": 12, "width": 768, "heads": 12},
     "vit-large": _VIT | {"layers": 24, "width": 1024, "heads": 16},
+    "vit-mini": _VIT | {"layers": 6, "width": 192, "heads": 3, "classes": 0, "image_size": 32, "patch": 4},
     "vit-tiny": _VIT | {"layers": 2, "width": 64, "heads": 4, "classes": 0, "image_size": 32, "patch": 8},
 }
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.data import Tokenizer, read_image
+from stretto.data.files import open_text
+from stretto.data.images import SUFFIXES
 from stretto.errors import DataError
 from stretto.model import Decoder, EncoderDecoder, VisionTransformer
 from stretto.trained import Trained
@@ -51,8 +53,10 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
 def translate(trained: Trained, sentences: Sequence[str], beam: int = 4, max_tokens: int = 8192) -> list[str]:
     """Translates, in batches of similar length. Beam 1 is greedy."""
     tokenizer = _tokenizer(trained)
-    limit = trained.model.cfg.max_len - 1
-    encoded = [[*tokenizer.encode(sentence.strip())[: limit - 1], tokenizer.eos] for sentence in sentences]
+    encoded, limit = [tokenizer.encode(sentence.strip()) for sentence in sentences], trained.model.cfg.max_len - 1
+    if too_long := sum(len(ids) > limit for ids in encoded):
+        print(f"stretto: {too_long} sentence(s) cut to model.max_len = {limit + 1} tokens", file=sys.stderr)
+    encoded = [[*ids[:limit], tokenizer.eos] for ids in encoded]
     out = [""] * len(sentences)
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
     batches = list(_batches(order, encoded, max_tokens // beam))
@@ -85,7 +89,7 @@ def beam_search(trained: Trained, sources: list[list[int]], beam: int) -> list[l
     assert isinstance(model, EncoderDecoder)
     num, longest = len(sources), max(map(len, sources))
     cache = model.start(_pad_sources(sources, tokenizer.pad, device), copies=beam)
-    limit = min(model.cfg.max_len - 1, 2 * longest + 10)
+    limit = min(model.cfg.max_len, 2 * longest + 10)
     forbidden = _forbidden(tokenizer, model.cfg.vocab).to(device)
 
     score = torch.full((num, beam), -torch.inf, device=device)
@@ -174,9 +178,10 @@ def produce(
     if kind == "masked":
         raise DataError("a masked language model does not generate: use a causal or translation run")
     if kind == "images":
-        images = _list_images(source)
-        for path, labels in zip(images, classify(trained, images, top_k or 5), strict=True):
-            yield f"{path.name}: " + ", ".join(f"{label} {share:.1%}" for label, share in labels)
+        images, size = _list_images(source), trained.config.data.batch_size
+        for batch in (images[i : i + size] for i in range(0, len(images), size)):
+            for path, labels in zip(batch, classify(trained, batch, top_k or 5), strict=True):
+                yield f"{path.name}: " + ", ".join(f"{label} {share:.1%}" for label, share in labels)
         return
     lines = _read_lines(source) if source is not None else [prompt]
     if kind == "translation":
@@ -186,16 +191,14 @@ def produce(
 
 
 def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read --input {path}: {error}") from error
+    with open_text(path) as file:
+        return [line.rstrip("\r\n") for line in file]
 
 
 def _list_images(path: Path | None) -> list[Path]:
     if path is None:
         raise DataError("name an image, or a folder of images, with --input")
-    images = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    images = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
     if not images:
         raise DataError(f"--input {path} has no images")
     return images

@@ -200,6 +200,8 @@ def _identity(run: Run) -> dict[str, Any]:
 def complete(config: Config, data: Data, world: int) -> Config:
     """Fills in what only the data and the number of processes can tell, and checks that it fits."""
     model, micro_batches = config.model, config.train.micro_batches or world
+    if model.positions == "rotary":  # no table to outgrow: what was trained can also be generated
+        model = replace(model, max_len=max(model.max_len, config.data.seq_len))
     if data.tokenizer is not None:
         size = data.tokenizer.size
         if model.vocab == 0:

@@ -49,6 +49,8 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["generate", "no-run"], 5, "no-run"),
         (["report", "no-run"], 5, "no-run"),
         (["train"], 2, "recipe"),
+        (["eval", "no-run", "--beam", "0"], 2, "--beam"),
+        (["generate", "no-run", "--top-k", "-1"], 2, "--top-k"),
     ],
 )
 def test_one_clear_line_and_an_exit_code_by_kind(

@@ -45,6 +45,7 @@ from stretto.recipes import find_recipe, list_recipes
         ({"model": {"norm_eps": 0.0}}, ["model.norm_eps"]),
         ({"model": {"preset": [1]}}, ["model.preset"]),
         ({"run": {"timeout_s": 0}}, ["run.timeout_s"]),
+        ({"data": {"task": "images"}, "model": {"preset": "vit-tiny", "channels": 1}}, ["model.channels"]),
     ],
 )
 def test_errors_name_the_key_and_the_way_out(tree: dict[str, object], words: list[str]) -> None:
@@ -130,3 +131,18 @@ def test_any_tree_is_a_config_or_one_clear_error(tree: dict[str, object]) -> Non
     except ConfigError as error:
         assert str(error)
     assert set(sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "preset"),
+    [
+        ("translation", "transformer-big"),
+        ("images", "vit-large"),
+        ("causal-lm", "llama-1b"),
+        ("masked-lm", "bert-large"),
+    ],
+)
+def test_a_recipe_takes_another_size_by_preset_alone(recipe: str, preset: str) -> None:
+    model = load_config(find_recipe(recipe), [f"model.preset={preset}"]).model
+    for key in ("layers", "width", "heads"):
+        assert getattr(model, key) == PRESETS[preset][key]

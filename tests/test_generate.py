@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,13 +70,13 @@ def test_a_beam_wide_enough_finds_the_best_of_all_sentences(seed: int) -> None:
     run = trained("encoder-decoder", max_len=4, seed=seed)
     source = [*[0, 2, 1][: 1 + seed % 3], 6]
     scores: dict[tuple[int, ...], float] = {}
-    for length in range(3):
+    for length in range(4):
         for letters in itertools.product(range(4), repeat=length):
             steps = log_probabilities(run.model, [5, *letters], source)
             chosen = [*letters, 6]
             scores[letters] = float(steps[range(len(chosen)), chosen].sum()) / len(chosen)
     best = max(scores, key=scores.__getitem__)
-    assert tuple(beam_search(run, [source, [3, 6]], beam=64)[0]) == best
+    assert tuple(beam_search(run, [source, [3, 6]], beam=100)[0]) == best
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -84,7 +85,7 @@ def test_beam_one_is_greedy(seed: int) -> None:
     sources = [[0, 1, 6], [2, 6], [3, 3, 1, 6]]
     for source, found in zip(sources, beam_search(run, sources, beam=1), strict=True):
         ids = [5]
-        while len(ids) < 12 and ids[-1] != 6:
+        while len(ids) <= 12 and ids[-1] != 6:
             ids.append(int(log_probabilities(run.model, ids, source)[-1].argmax()))
         assert found == [i for i in ids[1:] if i != 6]
 
@@ -128,3 +129,21 @@ def test_an_input_that_is_not_there_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"absent\.txt"):
         list(produce(trained("decoder", 8, 0), "", tmp_path / "absent.txt", 5, 0.0, 1, 1, 0))
+
+
+def test_lines_are_split_as_in_training(tmp_path: Path) -> None:
+    from stretto.generate import _read_lines
+
+    text = "one\u2028still one\r\ntwo\x0cstill two\n\nfour\n"
+    (tmp_path / "a.txt").write_bytes(text.encode("utf-8-sig"))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("a.txt", "a.txt.gz"):
+        assert _read_lines(tmp_path / name) == ["one\u2028still one", "two\x0cstill two", "", "four"]
+
+
+def test_a_source_as_long_as_in_training_is_read_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained("encoder-decoder", max_len=8, seed=2)
+    assert translate(run, ["abcdabc"], beam=1) == [Letters().decode(beam_search(run, [[0, 1, 2, 3, 0, 1, 2, 6]], 1)[0])]
+    assert capsys.readouterr().err == ""
+    translate(run, ["abcdabcd"], beam=1)
+    assert "1 sentence(s) cut" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,10 @@ from stretto.config import DataConfig
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
 from stretto.errors import DataError
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+if TYPE_CHECKING:
+    import PIL.Image
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
 class Images(ABC):
@@ -48,7 +51,7 @@ class Images(ABC):
 class FolderImages(Images):
     def __init__(self, key: str, folder: Path) -> None:
         classes = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
-        found = [sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES) for path in classes]
+        found = [sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) for path in classes]
         self.names = tuple(path.name for path in classes)
         self.labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in found]).astype(np.int64)
         self._paths = [path for paths in found for path in paths]
@@ -113,10 +116,24 @@ def _decode(path: Path, image_size: int) -> Tensor:
 
     try:
         with Image.open(path) as image:
-            resized = image.convert("RGB").resize((image_size, image_size), Image.Resampling.BICUBIC)
+            resized = _as_rgb(path, image).resize((image_size, image_size), Image.Resampling.BICUBIC)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot read the image {path}: {error}") from error
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float()
+
+
+def _as_rgb(path: Path, image: PIL.Image.Image) -> PIL.Image.Image:
+    """Pillow's own conversion would cut 16 bits off at 255, and drop what is transparent."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise DataError(f"{path} has pixels of 32 bits, whose range is not known: save it with 8 or 16 bits")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def _normalise(pixels: Tensor) -> Tensor:

@@ -160,8 +160,9 @@ class TextData(Data):
             positions = torch.arange(width).repeat(len(windows))
             inputs = Sequences(to_tensor(ids), positions, dense_layout(len(windows), width))
         elif self._cfg.layout == "packed":
-            # A power of two of sequences, so that compiled code sees few shapes.
-            inputs = pack(ids, lengths, width, num_sequences=1 << (len(lengths) - 1).bit_length())
+            # Powers of two, so that compiled code sees few shapes.
+            longest = min(width, _power_of_two(int(lengths.max())))
+            inputs = pack(ids, lengths, longest, num_sequences=_power_of_two(len(lengths)))
         else:
             inputs = pad(ids, lengths, width, self.tokenizer.pad)
             slots = find_slots(lengths, width)
@@ -176,3 +177,7 @@ class TextData(Data):
             inputs=inputs,
             label_at=None if label_at is None else to_tensor(label_at),
         )
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -5,7 +5,7 @@
 tokenizer.json, so a run folder always says how to read and write its model's ids.
 
 Four special tokens have a role: pad fills rows up, bos begins and eos ends each document, mask hides a token. The
-text of a special token ("<eos>" in a corpus) is encoded as ordinary text, never as the special token.
+text of a special token ("<eos>" in a corpus) is encoded as ordinary text, or left out, never as the special token.
 """
 
 from __future__ import annotations
@@ -115,6 +115,10 @@ class LibraryTokenizer(Tokenizer):
         self._vocab = inner.get_vocab()
         self.size = max(self._vocab.values()) + 1  # not the number of tokens: some vocabularies have holes
         self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        # Models of whole pieces find special tokens in plain text all the same: these ids are taken out again.
+        whole_pieces = json.loads(self._json)["model"].get("type") in ("Unigram", "WordLevel")
+        unknown = {self._vocab.get(name) for name in ("<unk>", "[UNK]", "<|unk|>")}
+        self._leaked = self.special_ids - unknown if whole_pieces else frozenset()
 
     def find_special(self, role: str) -> int:
         for name in _NAMES[role]:
@@ -123,7 +127,10 @@ class LibraryTokenizer(Tokenizer):
         raise DataError(f"{self._name} has no {role} token (looked for {', '.join(_NAMES[role])}): add one to it")
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        encoded = [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        if self._leaked:
+            encoded = [[i for i in ids if i not in self._leaked] for ids in encoded]
+        return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)

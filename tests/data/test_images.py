@@ -146,3 +146,18 @@ def test_not_an_array_file(opened: Opener, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match=r"data\.train = '.*none': no images"):
         open_images(opened, tmp_path / "none")
+
+
+def test_deep_pixels_are_scaled_and_transparency_is_white(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)
+    Image.fromarray(ramp).save(tmp_path / "8.png")
+    Image.fromarray(ramp.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    torch.testing.assert_close(read_image(tmp_path / "16.png", 8), read_image(tmp_path / "8.png", 8))
+    glyph = np.zeros((8, 8, 4), np.uint8)
+    glyph[2:4, 2:4, 3] = 255  # black on nothing
+    Image.fromarray(glyph).save(tmp_path / "glyph.png")
+    pixels = read_image(tmp_path / "glyph.png", 8)
+    assert (pixels[:, 2:4, 2:4] == -1).all() and (pixels == 1).sum() == 3 * 60
+    Image.fromarray(ramp.astype(np.float32)).save(tmp_path / "f.tiff")
+    with pytest.raises(DataError, match=r"f\.tiff has pixels of 32 bits"):
+        read_image(tmp_path / "f.tiff", 8)

@@ -126,3 +126,16 @@ def test_a_run_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.json belongs to another tokenizer"):
         keep_tokenizer(ByteTokenizer(), tmp_path)
     assert load_tokenizer(tmp_path).fingerprint == BPE.fingerprint
+
+
+def test_pieces_that_are_special_never_come_from_text(tmp_path: Path) -> None:
+    import tokenizers
+
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((letter, -2.0) for letter in "abps<>/d")]
+    inner = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=2))
+    inner.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.eos not in tokenizer.encode("a</s>b<pad>") and tokenizer.pad not in tokenizer.encode("<pad>")
+    assert tokenizer.decode(tokenizer.encode("ab")).replace(" ", "") == "ab"
+    assert 2 in tokenizer.encode("Z"), "what is unknown stays unknown"
