@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def steps(folder: Path) -> list[int]:
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
-def find_newest(folder: Path, say: Any = print) -> int | None:
+def find_newest(folder: Path, say: Callable[[str], object] = print) -> int | None:
     """The newest step that verifies; damaged ones are named and passed over."""
     for step in steps(folder):
         damage = find_damage(folder / f"step-{step:08d}")
@@ -125,7 +126,7 @@ def find_newest(folder: Path, say: Any = print) -> int | None:
     return None
 
 
-def find_best(folder: Path, say: Any = print) -> int | None:
+def find_best(folder: Path, say: Callable[[str], object] = print) -> int | None:
     """The step that evaluated best, by the word of the newest checkpoint; the newest itself where that is gone."""
     newest = find_newest(folder, say)
     if newest is None:

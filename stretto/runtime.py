@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -25,9 +25,10 @@ from stretto import __version__
 from stretto.config import RunConfig
 from stretto.errors import CheckpointError, ConfigError, DiskFullError, OutOfMemoryError, PeerLostError, StrettoError
 
-# Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12,
-              "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 112e12, "T4": 65e12}  # fmt: skip
+# Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports; the first match counts.
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
+              "L40": 181e12, "NVIDIA L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 112e12,
+              "Tesla T4": 65e12}  # fmt: skip
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Runtime:
     device: torch.device
     rank: int = 0
     world: int = 1
-    stop: bool = field(default=False)  # a signal asked for it
+    stop: bool = False  # a signal asked for it
 
     @property
     def is_main(self) -> bool:
@@ -166,7 +167,8 @@ def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
     )
     if isinstance(error, dist.DistError) or (dist.is_initialized() and any(word in text for word in lost)):
         return PeerLostError(
-            f"another process was lost, or did not answer within run.timeout_s = {timeout_s:g}: {text}"
+            f"another process was lost, or did not answer within run.timeout_s = {timeout_s:g} (raise that if it was "
+            f"still preparing data): {text}"
         )
     return None
 

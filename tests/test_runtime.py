@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 
 from stretto.errors import ConfigError
-from stretto.runtime import choose_device, explain
+from stretto.runtime import choose_device, explain, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,22 @@ def test_known_errors_get_their_exit_code(error: BaseException, code: int, words
 )
 def test_the_rest_is_left_as_it_is(error: BaseException) -> None:
     assert explain(error, timeout_s=5) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA T400", 0.0),
+    ],
+)
+def test_mfu_is_against_the_right_chip(monkeypatch: pytest.MonkeyPatch, name: str, rate: float) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda", 0)) == rate
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
