@@ -1,0 +1,147 @@
+"""Dropout from a counter-based generator: nothing is kept for the backward pass but a 128-bit key.
+
+Whether element (row, column) survives is a pure function of (key, row, column). A model draws one key per place where
+it drops, once per forward pass, from torch's generator, which the trainer seeds by (seed, micro-batch): so a mask
+depends on (seed, step, layer, position) and on nothing that ran before. Kernels compute the mask where they need it,
+in both directions; all that fuse dropout use the functions of this file.
+
+    y = x / (1 - p) where hash(key, row, column) >= p * 2^32, else 0
+
+The hash mixes 32-bit words with two multiplications a round (a xorshift-multiply permutation of the 32-bit integers).
+Key and row give two words, once per row; each element then costs two rounds, about 16 integer instructions. A Philox
+word costs ten rounds of four multiplications, more than the arithmetic of any kernel it would be fused into.
+
+Shapes: x [R, C], R and C below 2^31; key [2], int64. Saved for backward: key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.ops.language import INTERPRET, cdiv, jit, tl
+
+_WORD = 0xFFFFFFFF
+
+
+@torch.library.custom_op("stretto::draw_keys", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def draw_keys(like: Tensor, count: int) -> Tensor:
+    """New keys [count, 2], int64, from torch's generator of the device of `like`. An op of its own, so that compiled
+    code draws the same keys as eager code."""
+    return torch.randint(-(2**63), 2**63 - 1, (count, 2), dtype=torch.int64, device=like.device)
+
+
+@draw_keys.register_fake
+def _(like: Tensor, count: int) -> Tensor:
+    return torch.empty(count, 2, dtype=torch.int64, device=like.device)
+
+
+def mix_ref(x: Tensor) -> Tensor:
+    """The permutation of 32-bit words, on int64 tensors that hold them."""
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & _WORD
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
+def hash_ref(key: Tensor, row: Tensor, col: Tensor) -> Tensor:
+    """32 random bits for each (row, column); the definition of correct."""
+    (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
+    first = mix_ref((mix_ref(row ^ a) + b) & _WORD)
+    second = mix_ref((mix_ref(row ^ c) + d) & _WORD)
+    return mix_ref((mix_ref(col ^ first) + second) & _WORD)
+
+
+def keep_ref(key: Tensor, rows: int, cols: int, p: float) -> Tensor:
+    """The mask [rows, cols]: True where an element survives."""
+    row, col = torch.arange(rows, device=key.device)[:, None], torch.arange(cols, device=key.device)[None]
+    return hash_ref(key, row, col) >= int(p * 2**32)
+
+
+def dropout_ref(x: Tensor, p: float, key: Tensor) -> Tensor:
+    return torch.where(keep_ref(key, x.shape[0], x.shape[1], p), x / (1 - p), 0.0)
+
+
+@jit
+def mix(x):
+    """mix_ref on uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit
+def row_words(key_ptr, row):
+    """The two words of a row, or of a block of rows: what `keeps` needs."""
+    low = tl.load(key_ptr).to(tl.uint64, bitcast=True)
+    high = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
+    row = row.to(tl.uint32)
+    first = mix(mix(row ^ low.to(tl.uint32)) + high.to(tl.uint32))
+    second = mix(mix(row ^ (low >> 32).to(tl.uint32)) + (high >> 32).to(tl.uint32))
+    return first, second
+
+
+@jit
+def keeps(first, second, col, P: tl.constexpr):
+    """hash_ref >= p * 2^32; `first` and `second` broadcast against the columns."""
+    threshold: tl.constexpr = int(P * 4294967296)
+    return mix(mix(col.to(tl.uint32) ^ first) + second) >= threshold
+
+
+@jit
+def _dropout_kernel(x_ptr, y_ptr, key_ptr, cols, x_stride, P: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, second = row_words(key_ptr, row)
+    x = tl.load(x_ptr + row * x_stride + col, mask=col < cols).to(tl.float32)
+    y = tl.where(keeps(first, second, col, P), x / (1 - P), 0.0)
+    tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=col < cols)
+
+
+def launch_dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
+    rows, cols = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y = x.new_empty(rows, cols)
+    if y.numel():
+        block = 1024
+        _dropout_kernel[(rows, cdiv(cols, block))](x, y, key, cols, x.stride(0), P=p, BLOCK=block)
+    return y
+
+
+@torch.library.custom_op("stretto::dropout", mutates_args=(), device_types="cpu")
+def _dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
+    return launch_dropout(x, p, key) if INTERPRET else dropout_ref(x, p, key)
+
+
+_dropout.register_kernel("cuda")(launch_dropout)
+
+
+@_dropout.register_fake
+def _(x: Tensor, p: float, key: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.p, key = inputs
+    ctx.save_for_backward(key)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    (key,) = ctx.saved_tensors
+    return _dropout(dy, ctx.p, key), None, None  # linear: its own backward
+
+
+_dropout.register_autograd(_backward, setup_context=_save)
+
+
+def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
+    """x [R, C] with each element dropped with probability p, the others scaled by 1 / (1 - p)."""
+    if x.ndim != 2 or key.shape != (2,):
+        raise ValueError(f"dropout takes [rows, columns] and a key [2], not {list(x.shape)} and {list(key.shape)}")
+    return _dropout(x, p, key) if p > 0.0 else x
