@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stretto.errors import CheckpointError
+from stretto.optim import FlatAdamW
 from stretto.weights import put, take
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -45,11 +46,13 @@ class Snapshot:
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Snapshot:
     """Every process must call it: sharded tensors are gathered."""
-    weights = {name: take(value) for name, value in model.state_dict().items()}
+    exact = optimizer.weight if isinstance(optimizer, FlatAdamW) else Tensor.detach
+    weights = {name: take(exact(value)) for name, value in model.state_dict(keep_vars=True).items()}
     moments = {
         f"{key}/{name}": take(value)
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
+        if key != "low"  # lower halves are part of the weights
     }
     return Snapshot(weights, moments, state)
 
@@ -148,8 +151,9 @@ def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
         raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
 
 
-def restore_weights(model: nn.Module, shot: Snapshot) -> None:
-    current = model.state_dict()
+def restore_weights(model: nn.Module, shot: Snapshot, write: Callable[[Tensor, Tensor], None] = put) -> None:
+    """`write` puts a whole fp32 value into a parameter; while training, the optimizer knows how."""
+    current = model.state_dict(keep_vars=True)
     differences = [f"missing: {name}" for name in current.keys() - shot.weights.keys()]
     differences += [f"not in the model: {name}" for name in shot.weights.keys() - current.keys()]
     differences += [
@@ -160,19 +164,18 @@ def restore_weights(model: nn.Module, shot: Snapshot) -> None:
     if differences:
         raise CheckpointError("the checkpoint is of another model: " + "; ".join(sorted(differences)))
     for name, value in current.items():
-        put(value, shot.weights[name])
+        write(value, shot.weights[name])
 
 
 def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Snapshot) -> None:
     names = dict(model.named_parameters())
     for entry, value in shot.moments.items():
         key, _, name = entry.partition("/")
-        parameter = names[name]
-        if value.ndim == 0:  # Adam's own step count
-            optimizer.state[parameter][key] = value.to(parameter.device)
-        else:
-            optimizer.state[parameter][key] = torch.empty_like(parameter, requires_grad=False)
-            put(optimizer.state[parameter][key], value)
+        parameter, state = names[name], optimizer.state[names[name]]
+        if key not in state:  # torch's AdamW makes its state in its first step
+            like = parameter if key != "step" else torch.zeros((), device=parameter.device)
+            state[key] = torch.empty_like(like, requires_grad=False)
+        put(state[key], value)
 
 
 def _retire(folder: Path, step: int, keep: int, best_step: int) -> None:

@@ -76,6 +76,30 @@ def report(run: Run) -> None:
 
 
 @app.command()
+def bench(
+    workloads: Annotated[list[str] | None, typer.Argument(help="names, or all; without any, they are listed")] = None,
+    against: Annotated[
+        str, typer.Option(help="ways to run the Hugging Face model; graphs: CUDA graphs")
+    ] = "eager,compile,graphs",
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="against nobody")] = False,
+    out: Annotated[Path, typer.Option(help="where numbers, chart and logs go")] = Path("runs/bench"),
+    steps: Annotated[int, typer.Option(min=1, help="to time, after warm-up")] = 40,
+    override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
+) -> None:
+    """Time training steps next to Hugging Face's, on this machine."""
+    from stretto.bench.workloads import WORKLOADS, find_workloads
+
+    if not workloads:
+        for name, workload in WORKLOADS.items():
+            typer.echo(f"{name:29} {workload.shows}")
+        return
+    names = find_workloads(workloads)  # before torch is imported
+    from stretto.bench.contest import run_bench
+
+    run_bench(names, [] if no_peers else [mode for mode in against.split(",") if mode], override, steps, out)
+
+
+@app.command()
 def recipes() -> None:
     """List the shipped recipes."""
     from stretto.recipes import list_recipes

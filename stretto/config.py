@@ -167,7 +167,7 @@ class FusedConfig:
     # than fp32 and a bf16 copy. bf16: those bits are dropped, and updates are rounded at random, right on average.
     weights: Literal["fp32", "split", "bf16"] = "fp32"
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW
-    recompute: bool = True  # what the MLP keeps is activated again in the backward pass: less memory, 1% more time
+    recompute: bool = True  # activate the MLP's inner values again in the backward pass instead of keeping them
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def _convert(key: str, kind: Any, value: Any) -> Any:
         if isinstance(value, Mapping):
             return _build_section(key, section, value)
         if not isinstance(value, bool):
-            raise ConfigError(f"{key} = {value!r} must be true, false or a subsection: write [{key}] and its keys below")
+            raise ConfigError(f"{key} = {value!r} must be true, false or a subsection: write [{key}] and keys below")
         return section() if value else None
     if get_origin(kind) is Literal:
         choices = get_args(kind)

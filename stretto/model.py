@@ -9,7 +9,8 @@ the same memory seen as [N, S, C] (see batch.py). Only attention has to know whe
     EncoderDecoder     the original Transformer: translation
     VisionTransformer  ViT: image classification
 
-`model(batch)` gives the summed loss of a batch, `model.logits(batch)` what it is computed from.
+`model(batch)` gives the summed loss of a batch, `model.logits(batch)` what it is computed from, and
+`model.features(batch)` what the head makes logits of.
 """
 
 from __future__ import annotations
@@ -223,21 +224,38 @@ class LMHead(nn.Module):
             x = self.norm(activate(self.transform(x), self.activation))
         return F.linear(x, embedding if self.weight is None else self.weight, self.bias)
 
+    def loss(self, x: Tensor, embedding: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        return summed_loss(self(x, embedding), labels, smoothing)
+
 
 class Model(nn.Module):
     """What the four kinds share: the loss."""
+
+    embedding: nn.Module
+    head: nn.Module
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
 
-    def logits(self, batch: Batch) -> Tensor:
+    def features(self, batch: Batch) -> Tensor:
+        """What the head reads: one row per position, or per sequence, that is predicted."""
         raise TypeError("Model is abstract: build_model gives one of its four kinds")
+
+    def logits(self, batch: Batch) -> Tensor:
+        x = self.features(batch)
+        return self.head(x, self._table()) if isinstance(self.head, LMHead) else self.head(x)
 
     def forward(self, batch: Batch) -> Tensor:
         smoothing = self.cfg.label_smoothing if self.training else 0.0
-        logits = _at_least_fp32(self.logits(batch))
-        return F.cross_entropy(logits, batch.labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+        if isinstance(self.head, LMHead):
+            return self.head.loss(self.features(batch), self._table(), batch.labels, smoothing)
+        return summed_loss(self.logits(batch), batch.labels, smoothing)
+
+    def _table(self) -> Tensor:
+        """The token embedding, which a language-model head may be tied to."""
+        assert isinstance(self.embedding, Embedding)
+        return self.embedding.token.weight
 
 
 class Writer(Model):
@@ -266,10 +284,9 @@ class Decoder(Writer):
         self.decoder = Stack(cfg, cfg.layers, causal=True)
         self.head = LMHead(cfg)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def features(self, batch: Batch) -> Tensor:
         inputs = _given(batch.inputs)
-        x = self.decoder(self.embedding(inputs), inputs.positions, inputs.layout)
-        return self.head(x, self.embedding.token.weight)
+        return self.decoder(self.embedding(inputs), inputs.positions, inputs.layout)
 
     def start(self) -> Cache:
         return Cache([LayerCache() for _ in self.decoder.blocks])
@@ -280,17 +297,14 @@ class Encoder(Model):
         super().__init__(cfg)
         self.embedding = Embedding(cfg)
         self.encoder = Stack(cfg, cfg.layers)
-        self.head: LMHead | ClassHead = ClassHead(cfg) if cfg.classes else LMHead(cfg)
+        self.head = ClassHead(cfg) if cfg.classes else LMHead(cfg)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def features(self, batch: Batch) -> Tensor:
         inputs = _given(batch.inputs)
         x = self.encoder(self.embedding(inputs), inputs.positions, inputs.layout)
         if isinstance(self.head, ClassHead):
-            first = inputs.layout.offsets[:-1].clamp(max=x.shape[0] - 1)  # an empty sequence has no token of its own
-            return self.head(x[first])
-        if batch.label_at is not None:
-            x = x[batch.label_at]
-        return self.head(x, self.embedding.token.weight)
+            return x[inputs.layout.offsets[:-1].clamp(max=x.shape[0] - 1)]  # an empty sequence has no token of its own
+        return x if batch.label_at is None else x[batch.label_at]
 
 
 class ClassHead(nn.Module):
@@ -317,11 +331,10 @@ class EncoderDecoder(Writer):
     def encode(self, source: Sequences) -> Tensor:
         return self.encoder(self.embedding(source), source.positions, source.layout)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def features(self, batch: Batch) -> Tensor:
         source, target = _given(batch.source), _given(batch.inputs)
         memory = self.encode(source)
-        x = self.decoder(self.embedding(target), target.positions, target.layout, memory, source.layout)
-        return self.head(x, self.embedding.token.weight)
+        return self.decoder(self.embedding(target), target.positions, target.layout, memory, source.layout)
 
     def start(self, source: Sequences, copies: int = 1) -> Cache:
         """A cache for decoding `copies` continuations of each source (a dense layout), side by side."""
@@ -363,12 +376,12 @@ class VisionTransformer(Model):
         self.encoder = Stack(cfg, cfg.layers)
         self.head = nn.Linear(cfg.width, cfg.classes)
 
-    def logits(self, batch: Batch) -> Tensor:
+    def features(self, batch: Batch) -> Tensor:
         x = self.embedding(_given(batch.pixels))
         rows, tokens = x.shape[:2]
         positions = torch.arange(tokens, device=x.device).repeat(rows)
         x = self.encoder(x.flatten(0, 1), positions, dense_layout(rows, tokens, device=x.device))
-        return self.head(x.view(rows, tokens, -1)[:, 0])
+        return x.view(rows, tokens, -1)[:, 0]
 
 
 KINDS: dict[str, type[Model]] = {
@@ -388,6 +401,7 @@ def build_model(cfg: ModelConfig, device: torch.device | str = "meta") -> Model:
 def sites(model: nn.Module) -> dict[str, list[str]]:
     """Role -> names of the modules that play it: what techniques and parallelism look for, never classes."""
     roles: dict[str, tuple[type[nn.Module], ...]] = {
+        "stack": (Stack,),
         "block": (Block,),
         "attention": (SelfAttention, CrossAttention),
         "mlp": (MLP,),
@@ -426,6 +440,11 @@ def activate(x: Tensor, name: str) -> Tensor:
     if name == "relu":
         return F.relu(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def summed_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    logits = _at_least_fp32(logits)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
 
 
 def build_norm(cfg: ModelConfig) -> nn.Module:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stretto.batch import Batch
 from stretto.guard import Guard
 from stretto.model import Model
+from stretto.optim import clip_gradients
 from stretto.parallel import gradient_sync
 from stretto.runtime import seed_all
 
@@ -69,9 +69,7 @@ def _update(parts: Trainable) -> Tensor:
     optimizer = parts.optimizer
     if parts.scaler.is_enabled():
         parts.scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(parts.model.parameters(), parts.clip or float("inf"))
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+    norm = clip_gradients(parts.model, optimizer, parts.clip)
     cancel = parts.guard.judge(norm)
     if parts.scaler.is_enabled():
         parts.scaler.step(optimizer)

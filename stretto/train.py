@@ -74,7 +74,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
     precision = resolve_precision(config.train.precision, rt.device)
     model = build_model(config.model)
     roles = sites(model)
-    techniques.apply_all(model, config.techniques, roles, rt.device)
+    techniques.apply_all(model, config.techniques, roles, rt.device, precision)
     sharded = parallel.shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[precision])
     materialise(model, config.model, config.run.seed, rt.device)
     if config.train.compile:
@@ -85,7 +85,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
     return Trainable(
         model=model if sharded else parallel.replicate(model),
         plain=model,
-        optimizer=build_optimizer(model, config.optim),
+        optimizer=build_optimizer(model, config.optim, config.techniques.fused),
         guard=Guard("fp16" if precision == "fp16" else config.train.non_finite, rt.device),
         scaler=torch.amp.GradScaler(rt.device.type, enabled=precision == "fp16"),
         precision=precision,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,14 @@ from stretto.config import ModelConfig
 def materialise(model: nn.Module, cfg: ModelConfig, seed: int, device: torch.device) -> None:
     """Gives a model built on the meta device its memory and its first values."""
     model.to_empty(device=device)
+    initialise(model, cfg, seed, put)
+
+
+def initialise(model: nn.Module, cfg: ModelConfig, seed: int, write: Callable[[Tensor, Tensor], None]) -> None:
+    """The first values; `write` puts a whole fp32 value into a parameter."""
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(_key(seed, name))
-        put(parameter, initial_value(cfg, name, parameter.shape, generator))
+        write(parameter, initial_value(cfg, name, parameter.shape, generator))
 
 
 def initial_value(cfg: ModelConfig, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from torch import nn
 
 from stretto import checkpoint
 from stretto.checkpoint import Snapshot
+from stretto.config import FusedConfig, ModelConfig, OptimConfig
 from stretto.errors import CheckpointError
+from stretto.model import Model, build_model
+from stretto.optim import build_optimizer, clip_gradients, weight_writer
+from stretto.weights import initialise
+from tests.ops.checks import DEVICE
 
 
 def shot(step: int, best_step: int = 0) -> Snapshot:
@@ -166,3 +172,94 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
     manifest["files"] = {"../../secret": manifest["files"]["state.json"]}
     path.write_text(json.dumps(manifest | {"seal": checkpoint._seal(manifest)}))
     assert checkpoint.find_damage(tmp_path / "step-00000001") is not None
+
+
+MODEL = ModelConfig(vocab=40, width=8, heads=2, layers=1, max_len=8)
+WAYS: list[FusedConfig | None] = [None] + [
+    FusedConfig(weights=weights, moments=moments)  # type: ignore[arg-type]
+    for weights, moments in product(("fp32", "split", "bf16"), ("fp32", "bf16"))
+]
+
+
+def named(way: FusedConfig | None) -> str:
+    return "torch" if way is None else f"{way.weights}-{way.moments}"
+
+
+class Training:
+    """A small model under an optimizer, fed with made-up gradients."""
+
+    def __init__(self, way: FusedConfig | None) -> None:
+        narrow = way is not None and way.weights != "fp32"
+        self.model: Model = build_model(MODEL).to(torch.bfloat16 if narrow else torch.float32).to_empty(device=DEVICE)
+        self.model.get_parameter("decoder.norm.bias").requires_grad_(False)
+        self.optimizer = build_optimizer(self.model, OptimConfig(lr=1e-2, beta2=0.999), way, seed=4)
+        initialise(self.model, MODEL, 0, weight_writer(self.optimizer))
+
+    def run(self, first: int, last: int) -> Training:
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            for p in self.model.parameters():
+                if p.requires_grad:
+                    gradient = torch.randn(p.shape, generator=generator).bfloat16()  # the same for every precision
+                    p.grad = gradient.to(p.device, p.dtype)
+            clip_gradients(self.model, self.optimizer, 1.0)
+            self.optimizer.step()
+        return self
+
+    def shot(self, step: int) -> Snapshot:
+        return checkpoint.snapshot(self.model, self.optimizer, {"step": step, "best_step": 0})
+
+    def resume(self, shot: Snapshot) -> Training:
+        checkpoint.restore_weights(self.model, shot, weight_writer(self.optimizer))
+        checkpoint.restore_moments(self.model, self.optimizer, shot)
+        return self
+
+
+def assert_same(one: Snapshot, two: Snapshot) -> None:
+    for mine, theirs in ((one.weights, two.weights), (one.moments, two.moments)):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert torch.equal(theirs[name], value), name
+
+
+@pytest.mark.parametrize("way", WAYS, ids=named)
+def test_every_way_to_keep_weights_resumes_exactly(tmp_path: Path, way: FusedConfig | None) -> None:
+    whole = Training(way).run(0, 6).shot(6)
+    checkpoint.save(tmp_path, Training(way).run(0, 3).shot(3), keep=1)
+    saved = checkpoint.load(tmp_path, 3)
+    resumed = Training(way).resume(saved).run(3, 6).shot(6)
+    assert_same(whole, resumed)
+    assert all(value.dtype == torch.float32 for value in saved.weights.values())
+    entries = {key.partition("/")[0] for key in saved.moments}
+    assert entries == {"exp_avg", "exp_avg_sq", "step"} and saved.moments["step/decoder.norm.weight"] == 3.0
+    for part in ("weights", "moments"):  # the controls: something is left out
+        broken = Snapshot(**(vars(saved) | {part: {k: v * 0 for k, v in vars(saved)[part].items()}}))
+        with pytest.raises(AssertionError):
+            assert_same(whole, Training(way).resume(broken).run(3, 6).shot(6))
+
+
+@pytest.mark.parametrize("old", WAYS, ids=named)
+@pytest.mark.parametrize("new", WAYS, ids=named)
+def test_a_checkpoint_moves_between_all_ways(old: FusedConfig | None, new: FusedConfig | None) -> None:
+    """Exactly, but for what the new way rounds to bf16; and training goes on."""
+    saved = Training(old).run(0, 3).shot(3)
+    training = Training(new).resume(saved)
+    moved = training.shot(3)
+    narrow = {
+        "weights": new is not None and new.weights == "bf16",
+        "moments": new is not None and new.moments == "bf16",
+    }
+    for part, rounds in narrow.items():
+        mine, theirs = vars(saved)[part], vars(moved)[part]
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            kept = value.bfloat16() if rounds and value.ndim > 0 else value
+            assert torch.equal(theirs[name].float(), kept.float()), name
+    name = "embedding.token.weight"
+    later = training.run(3, 4).shot(4).weights[name]
+    assert later.isfinite().all() and not torch.equal(later, saved.weights[name])
+
+
+def test_split_and_fp32_weights_train_alike_from_the_same_first_values() -> None:
+    fp32, split = (Training(FusedConfig(weights=kind)).run(0, 5).shot(5) for kind in ("fp32", "split"))  # type: ignore[arg-type]
+    assert_same(fp32, split)

@@ -446,6 +446,7 @@ def test_bf16_autocast_is_close(name: str) -> None:
 
 SITES = {
     "decoder": {
+        "stack": ["decoder"],
         "block": ["decoder.blocks.0"],
         "attention": ["decoder.blocks.0.attention"],
         "mlp": ["decoder.blocks.0.mlp"],
@@ -454,6 +455,7 @@ SITES = {
         "head": ["head"],
     },
     "encoder": {
+        "stack": ["encoder"],
         "block": ["encoder.blocks.0"],
         "attention": ["encoder.blocks.0.attention"],
         "mlp": ["encoder.blocks.0.mlp"],
@@ -462,6 +464,7 @@ SITES = {
         "head": ["head"],
     },
     "encoder-class": {
+        "stack": ["encoder"],
         "block": ["encoder.blocks.0"],
         "attention": ["encoder.blocks.0.attention"],
         "mlp": ["encoder.blocks.0.mlp"],
@@ -470,6 +473,7 @@ SITES = {
         "head": ["head"],
     },
     "encoder-decoder": {
+        "stack": ["encoder", "decoder"],
         "block": ["encoder.blocks.0", "decoder.blocks.0"],
         "attention": ["encoder.blocks.0.attention", "decoder.blocks.0.attention", "decoder.blocks.0.cross"],
         "mlp": ["encoder.blocks.0.mlp", "decoder.blocks.0.mlp"],
@@ -484,6 +488,7 @@ SITES = {
         "head": ["head"],
     },
     "vit": {
+        "stack": ["encoder"],
         "block": ["encoder.blocks.0"],
         "attention": ["encoder.blocks.0.attention"],
         "mlp": ["encoder.blocks.0.mlp"],

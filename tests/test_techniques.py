@@ -30,7 +30,7 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     for name in ("first", "second"):
         module: Any = ModuleType(name)
-        module.check = lambda cfg, model, device: [] if cfg == "good" else [f"{cfg} is no good"]
+        module.check = lambda cfg, model, device, precision: [] if cfg == "good" else [f"{cfg} is no good"]
         module.apply = lambda model, cfg, roles, name=name: calls.append(f"{name} on {len(roles['block'])} blocks")
         monkeypatch.setitem(sys.modules, f"stretto.techniques.{name}", module)
     monkeypatch.setattr(techniques, "ORDER", ("second", "first"))
@@ -39,7 +39,7 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def apply(cfg: TechniquesConfig) -> nn.Module:
     model = build_model(ModelConfig(vocab=8))
-    techniques.apply_all(model, cfg, sites(model), CPU)
+    techniques.apply_all(model, cfg, sites(model), CPU, "fp32")
     return model
 
 

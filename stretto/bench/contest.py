@@ -1,0 +1,188 @@
+"""All contestants on all workloads, one after another, each in a process of its own. One that fails is reported with
+its reason and the rest go on; Ctrl-C keeps what is finished.
+
+A contestant is a recipe: the workload's model, what the contestant adds to it, then the overrides. The folder keeps
+it, resolved, next to the log and the numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from stretto.bench.peers import MODES
+from stretto.bench.show import Results, describe_result, draw_chart, print_table, say, with_ratios
+from stretto.bench.workloads import WORKLOADS, Workload, fit_to_device
+from stretto.config import PRESETS, Config, build_config, dump_config, load_config
+from stretto.errors import ConfigError, StrettoError
+from stretto.runtime import Runtime, choose_device, describe_environment
+
+LIMIT_S = 1800.0  # a contestant that takes longer is stopped
+LEARNING_RATE = 1e-4  # low enough for every model to stay finite on random data
+TINY = "On a CPU: tiny models and batches instead of the named ones. These numbers say nothing about a GPU."
+OURS = ("stretto", "stretto plain")  # with the fused technique, and without any
+
+_DATA: dict[str, dict[str, Any]] = {
+    "decoder": {"task": "causal"},
+    "encoder": {"task": "masked"},
+    "encoder-decoder": {"task": "translation", "languages": ["en", "de"]},
+    "vit": {"task": "images"},
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One contestant on one workload; its files are `stem` with .toml, .log and .json."""
+
+    workload: str
+    contestant: str
+    stem: Path
+    device: torch.device
+    obstacle: str  # why it cannot run here; empty if it can
+
+
+def run_bench(names: Sequence[str], against: Sequence[str], overrides: Sequence[str], steps: int, out: Path) -> Path:
+    """Runs it all, prints a table per workload, and saves numbers and chart in `out`; returns the JSON file."""
+    contestants = choose_contestants(against)
+    # All recipes first: a mistake in an override answers before anything has run.
+    jobs = {name: [prepare(name, one, overrides, out) for one in contestants] for name in names}
+    device = next(iter(jobs.values()))[0].device
+    facts = describe_run(device, steps, overrides)
+    console, results, path = Console(highlight=False), Results(), out / "bench.json"
+    if facts["note"]:
+        say(console, facts["note"])
+    with _progress(console) as bar:
+        task = bar.add_task("", total=len(jobs) * len(contestants))
+        for name, some in jobs.items():
+            results[name] = {}
+            try:
+                for job in some:
+                    bar.update(task, description=f"{name}: {job.contestant}")
+                    result = {"skipped": job.obstacle} if job.obstacle else run_job(job, steps)
+                    results[name][job.contestant] = result
+                    say(console, f"{name}: {job.contestant}: {describe_result(result)}")
+                    bar.advance(task)
+            finally:  # what an interrupt leaves is shown and saved, too
+                print_table(console, name, results[name])
+                save(path, results, facts)
+    say(console, f"numbers: {path}; chart: {path.with_suffix('.png')}")
+    if not any("tokens_per_s" in result for some in results.values() for result in some.values()):
+        raise StrettoError(f"no contestant finished; their logs are in {out}")
+    return path
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(SpinnerColumn(), *columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def choose_contestants(against: Sequence[str]) -> list[str]:
+    unknown = [mode for mode in against if mode not in MODES]
+    if unknown:
+        raise ConfigError(f"--against {unknown[0]}: must be some of {', '.join(MODES)}, with commas between them")
+    return [*OURS, *(f"hf {mode}" for mode in MODES if mode in against)]
+
+
+def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> Job:
+    """Writes the contestant's recipe."""
+    stem = out / name / contestant.replace(" ", "-")
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be a folder: {error.strerror}") from error
+    if contestant != "stretto":  # the only one that uses techniques
+        overrides = [override for override in overrides if not override.startswith("techniques.")]
+
+    def resolve(workload: Workload) -> Config:
+        path = stem.with_suffix(".toml")
+        path.write_text(dump_config(build_config(make_recipe(workload, contestant))), encoding="utf-8")
+        config = load_config(path, overrides)
+        path.write_text(dump_config(config), encoding="utf-8")
+        return config
+
+    device = choose_device(resolve(WORKLOADS[name]).run.device)
+    resolve(fit_to_device(WORKLOADS[name], device.type))
+    return Job(name, contestant, stem, device, find_obstacle(contestant, device))
+
+
+def make_recipe(workload: Workload, contestant: str) -> dict[str, Any]:
+    data = _DATA[PRESETS[workload.model["preset"]]["kind"]]
+    recipe = {"model": workload.model, "data": data, "optim": {"lr": LEARNING_RATE}, "train": {"compile": True}}
+    if contestant == "stretto":
+        # Weights and moments in 16 bits, as the others then have them.
+        recipe["techniques"] = {"fused": {"weights": "bf16", "moments": "bf16"} if workload.bf16_weights else {}}
+    return recipe
+
+
+def find_obstacle(contestant: str, device: torch.device) -> str:
+    """Why it cannot run here; empty if it can."""
+    if contestant.startswith("hf ") and importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed: pip install transformers"
+    if contestant == "hf graphs" and device.type == "cpu":
+        return "CUDA graphs need a GPU"
+    return ""
+
+
+def run_job(job: Job, steps: int) -> dict[str, Any]:
+    recipe, log, result = (job.stem.with_suffix(suffix) for suffix in (".toml", ".log", ".json"))
+    result.unlink(missing_ok=True)
+    arguments = [job.workload, job.contestant, str(steps), str(recipe), str(result)]
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stretto.bench.worker", *arguments], stdout=file, stderr=subprocess.STDOUT
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {LIMIT_S:.0f} s; see {log}"}
+        finally:
+            process.kill()  # does nothing to one that has ended
+            process.wait()
+    if not result.exists():
+        return {"failed": f"the process ended with code {code}; see {log}"}
+    numbers: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return numbers
+
+
+def save(path: Path, results: Results, facts: dict[str, Any]) -> None:
+    workloads = {name: {"shows": WORKLOADS[name].shows, "contestants": with_ratios(results[name])} for name in results}
+    path.write_text(json.dumps(facts | {"workloads": workloads}, indent=1), encoding="utf-8")
+    draw_chart(path.with_suffix(".png"), results, [facts["environment"]["device"], facts["note"]])
+
+
+def describe_run(device: torch.device, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    environment = describe_environment(Runtime(device)) | {name: _version(name) for name in ("triton", "transformers")}
+    environment |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": _commit()}
+    note = TINY if device.type == "cpu" else ""
+    return {"environment": environment, "note": note, "steps": steps, "overrides": list(overrides)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of this code, if it is a checkout."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

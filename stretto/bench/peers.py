@@ -1,0 +1,145 @@
+"""What one would otherwise use: the Hugging Face model of the same shape, trained as its users do.
+
+Fused AdamW, autocast over fp32 weights (or bf16 weights without it), SDPA attention, the model's own loss. Sequences
+of different lengths are padded and masked. The KV cache is off, which is the faster setting for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stretto.model
+from stretto.batch import IGNORE
+from stretto.bench.batches import Draw, Text
+from stretto.bench.measure import Contestant
+from stretto.config import Config, ModelConfig
+from stretto.data.packing import find_slots, spread, to_tensor
+from stretto.errors import ConfigError
+from stretto.step import autocast, resolve_precision
+
+# How each is compiled; None: not at all.
+MODES: dict[str, dict[str, str] | None] = {"eager": None, "compile": {}, "graphs": {"mode": "reduce-overhead"}}
+_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "swiglu": "silu"}
+
+
+def build_peer(
+    config: Config, draws: Sequence[Draw], mode: str, device: torch.device, weights: torch.dtype
+) -> Contestant:
+    model = build_model(config.model, weights).to(device)
+    parameters = [p for p in model.parameters() if p.requires_grad]  # Marian's table of sines is not trained
+    theirs, ours = (
+        sum(p.numel() for p in some) for some in (parameters, stretto.model.build_model(config.model).parameters())
+    )
+    if theirs != ours:
+        raise ConfigError(f"Hugging Face's model has {theirs:,} parameters and Stretto's {ours:,}: not the same model")
+    options = MODES[mode]
+    called: Any = model if options is None else torch.compile(model, **options)  # type: ignore[call-overload]
+    batches = [{name: t.to(device) for name, t in to_inputs(draw, config.model).items()} for draw in draws]
+    cfg = config.optim
+    optimizer = torch.optim.AdamW(
+        parameters, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
+    )
+    precision = resolve_precision(config.train.precision, device)
+
+    def step(i: int) -> Tensor:
+        if mode == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        with autocast(precision, device) if weights == torch.float32 else nullcontext():
+            loss = called(**batches[i % len(batches)]).loss
+        loss.backward()
+        if cfg.clip:
+            nn.utils.clip_grad_norm_(parameters, cfg.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Contestant(step, parameters)
+
+
+def build_model(cfg: ModelConfig, weights: torch.dtype) -> nn.Module:
+    """The stock class of this kind, with fresh weights, in training mode."""
+    hf: Any = import_module("transformers")  # only where it is needed: it is large, and may be missing
+    auto, shape = {
+        "decoder": (hf.AutoModelForCausalLM, _llama if cfg.positions == "rotary" else _gpt2),
+        "encoder": (hf.AutoModelForMaskedLM, _bert),
+        "encoder-decoder": (hf.AutoModelForSeq2SeqLM, _marian),
+        "vit": (hf.AutoModelForImageClassification, _vit),
+    }[cfg.kind]
+    model: nn.Module = auto.from_config(shape(hf, cfg), dtype=weights, attn_implementation="sdpa")
+    return model.train()
+
+
+def to_inputs(draw: Draw, cfg: ModelConfig) -> dict[str, Tensor]:
+    """The arguments of its forward call."""
+    if draw.inputs is None:
+        assert draw.pixels is not None
+        return {"pixel_values": torch.from_numpy(draw.pixels), "labels": to_tensor(draw.labels)}
+    read = draw.inputs if draw.source is None else draw.source  # of the target, the model reads the labels
+    inputs = {"input_ids": _pad(read, read.ids, 0)}
+    if draw.ragged:
+        inputs["attention_mask"] = _pad(read, read.ids * 0 + 1, 0)
+    # A causal model shifts the labels by itself.
+    labels = inputs["input_ids"] if cfg.kind == "decoder" else _pad(draw.inputs, draw.labels, IGNORE)
+    return inputs | {"labels": labels}
+
+
+def _pad(text: Text, values: Any, fill: int) -> Tensor:
+    """[T] to [N, width]"""
+    rows = len(text.lengths)
+    padded = spread(values, find_slots(text.lengths, text.width), rows * text.width, fill)
+    return to_tensor(padded).view(rows, text.width)
+
+
+def _gpt2(hf: Any, cfg: ModelConfig) -> Any:
+    return hf.GPT2Config(
+        n_layer=cfg.layers, n_embd=cfg.width, n_head=cfg.heads, n_inner=cfg.mlp_width or None, n_positions=cfg.max_len,
+        vocab_size=cfg.vocab, layer_norm_epsilon=cfg.norm_eps, activation_function=_ACTIVATIONS[cfg.activation],
+        resid_pdrop=cfg.dropout, embd_pdrop=cfg.dropout, attn_pdrop=cfg.attention_dropout, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def _llama(hf: Any, cfg: ModelConfig) -> Any:
+    return hf.LlamaConfig(
+        num_hidden_layers=cfg.layers, hidden_size=cfg.width, num_attention_heads=cfg.heads,
+        num_key_value_heads=cfg.kv_heads or cfg.heads, intermediate_size=cfg.mlp_width or 4 * cfg.width,
+        vocab_size=cfg.vocab, rms_norm_eps=cfg.norm_eps, rope_theta=cfg.rope_theta, hidden_act="silu",
+        max_position_embeddings=cfg.max_len, tie_word_embeddings=cfg.tied, attention_dropout=cfg.attention_dropout,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+
+
+def _bert(hf: Any, cfg: ModelConfig) -> Any:
+    return hf.BertConfig(
+        num_hidden_layers=cfg.layers, hidden_size=cfg.width, num_attention_heads=cfg.heads,
+        intermediate_size=cfg.mlp_width or 4 * cfg.width, vocab_size=cfg.vocab, max_position_embeddings=cfg.max_len,
+        type_vocab_size=cfg.token_types, layer_norm_eps=cfg.norm_eps, hidden_act=_ACTIVATIONS[cfg.activation],
+        hidden_dropout_prob=cfg.dropout, attention_probs_dropout_prob=cfg.attention_dropout,
+    )  # fmt: skip
+
+
+def _marian(hf: Any, cfg: ModelConfig) -> Any:
+    inner = cfg.mlp_width or 4 * cfg.width
+    return hf.MarianConfig(
+        encoder_layers=cfg.layers, decoder_layers=cfg.decoder_layers or cfg.layers, d_model=cfg.width,
+        encoder_attention_heads=cfg.heads, decoder_attention_heads=cfg.heads, encoder_ffn_dim=inner,
+        decoder_ffn_dim=inner, activation_function=_ACTIVATIONS[cfg.activation], scale_embedding=cfg.embed_scale,
+        vocab_size=cfg.vocab, decoder_vocab_size=cfg.vocab, max_position_embeddings=cfg.max_len, dropout=cfg.dropout,
+        attention_dropout=cfg.attention_dropout, activation_dropout=cfg.activation_dropout, use_cache=False,
+        pad_token_id=0, decoder_start_token_id=0, eos_token_id=0, forced_eos_token_id=None,
+    )  # fmt: skip
+
+
+def _vit(hf: Any, cfg: ModelConfig) -> Any:
+    return hf.ViTConfig(
+        num_hidden_layers=cfg.layers, hidden_size=cfg.width, num_attention_heads=cfg.heads,
+        intermediate_size=cfg.mlp_width or 4 * cfg.width, image_size=cfg.image_size, patch_size=cfg.patch,
+        num_channels=cfg.channels, layer_norm_eps=cfg.norm_eps, hidden_act=_ACTIVATIONS[cfg.activation],
+        hidden_dropout_prob=cfg.dropout, attention_probs_dropout_prob=cfg.attention_dropout, num_labels=cfg.classes,
+    )  # fmt: skip

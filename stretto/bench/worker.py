@@ -1,0 +1,100 @@
+"""One contestant on one workload, in a process of its own: memory, compiled code and the allocator begin fresh.
+
+    python -m stretto.bench.worker WORKLOAD CONTESTANT STEPS RECIPE RESULT
+
+RECIPE is the configuration that the contestant trains with; RESULT is the JSON file to write, with the numbers or with
+the reason why there are none. What is printed goes to a log.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto import runtime, train
+from stretto.bench.batches import Draw, count, draw_batches, to_batch
+from stretto.bench.measure import Contestant, Work, measure
+from stretto.bench.workloads import WORKLOADS, fit_to_device
+from stretto.config import Config, load_config
+from stretto.errors import OutOfMemoryError
+from stretto.flops import tokens_per_sample, training_flops
+from stretto.runtime import Runtime
+from stretto.step import PRECISIONS, resolve_precision, run_step
+
+
+def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, Any]:
+    config = load_config(recipe)
+    with runtime.start(config.run) as rt:
+        workload = fit_to_device(WORKLOADS[workload_name], rt.device.type)
+        precision = PRECISIONS[resolve_precision(config.train.precision, rt.device)]
+        weights = torch.bfloat16 if workload.bf16_weights else torch.float32
+        draws = draw_batches(workload, config.model)
+        if name.startswith("hf "):
+            from stretto.bench.peers import build_peer
+
+            contestant = build_peer(config, draws, name.removeprefix("hf "), rt.device, weights)
+        else:
+            contestant = build_ours(config, draws, rt, weights)
+        return measure(contestant, count_work(config, draws), steps, rt.device, precision)
+
+
+def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torch.dtype) -> Contestant:
+    # Plain parameters are born in that type; the fused technique has its own way to keep them.
+    with _default_dtype(weights if config.techniques.fused is None else torch.float32):
+        parts = train.build(config, rt)
+    batches = [to_batch(draw, config.model).to(rt.device) for draw in draws]
+
+    def step(i: int) -> Tensor:
+        batch = batches[i % len(batches)]
+        loss_sum, _ = run_step(parts, [(i, batch)], batch.counts.labels, rt.world)
+        return loss_sum / batch.counts.labels
+
+    return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad])
+
+
+def count_work(config: Config, draws: Sequence[Draw]) -> Work:
+    counts = [count(draw) for draw in draws]
+    return Work(
+        num_batches=len(draws),
+        tokens=sum(c.tokens for c in counts) * tokens_per_sample(config.model),
+        flops=sum(training_flops(config.model, c) for c in counts),
+    )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def explain(error: BaseException) -> str:
+    """One line for the table."""
+    if isinstance(error, OutOfMemoryError):
+        return "out of memory"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def main(workload: str, name: str, steps: str, recipe: str, result: str) -> None:
+    try:
+        numbers = run(workload, name, int(steps), Path(recipe))
+    except Exception as error:
+        traceback.print_exc()
+        numbers = {"failed": explain(error)}
+    Path(result).write_text(json.dumps(numbers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

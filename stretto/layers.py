@@ -1,0 +1,204 @@
+"""The plain modules over fused kernels: same parameters, same names, same results up to rounding.
+
+Each class takes the place of the plain one it extends (techniques/fused.py changes the class of existing modules, as
+FSDP2 does). The residual stream runs in the precision of the matrix products. Between two products there is one kernel:
+
+    plain                                   here
+    x = x + dropout(linear(h) + bias)       add_norm: the bias, the dropout, the sum and the norm, one pass;
+    h = norm(x)                             the sum that ends a block is done by the norm that begins the next
+    q, k, v = split(rotate(linear(h)))      project_heads: views of the product, rotated in place
+    down(dropout(act(up(h) + bias)))        mlp
+    cross_entropy(linear(x))                linear_cross_entropy: the logits never exist as a whole
+
+Generation, which goes token by token through a cache, takes the plain path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stretto.attention import attend
+from stretto.batch import Layout, Sequences
+from stretto.model import (
+    Block,
+    Cache,
+    CrossAttention,
+    Embedding,
+    LayerCache,
+    LMHead,
+    PatchEmbedding,
+    Rotary,
+    Stack,
+    rotary_angles,
+    sinusoids,
+)
+from stretto.ops.activation import activate
+from stretto.ops.cross_entropy import linear_cross_entropy
+from stretto.ops.dropout import draw_keys
+from stretto.ops.embedding import embed
+from stretto.ops.heads import project_heads
+from stretto.ops.mlp import mlp
+from stretto.ops.norm import add_norm, norm
+
+Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
+
+
+class FusedStack(Stack):
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        if cache is not None:
+            return super().forward(x, positions, layout, memory, memory_layout, cache)
+        rotary = rotary_angles(positions, self.head_size, self.rope_theta) if self.rotary else None
+        keys = draw_keys(x, (len(self.blocks) + 1) * FusedBlock.KEYS).unflatten(0, (-1, FusedBlock.KEYS)).unbind()
+        memories = [None] * len(self.blocks) if memory is None else self.project_memory(memory)
+        pending: Tensor | None = None
+        for block, key, kv in zip(self.blocks, keys[:-1], memories, strict=True):
+            x, pending = block(x, layout, rotary, memory, memory_layout, pending=pending, keys=key, memory_kv=kv)
+        last = self.blocks[-1]
+        assert isinstance(last, FusedBlock)
+        return last.add(pending, x, None, self.norm, keys[-1][0])[0] if last.pre_norm else x
+
+    def project_memory(self, memory: Tensor) -> list[Heads | None]:
+        """Keys and values of all layers by one product: all project the same encoder output, and its gradient is then
+        summed over the layers inside the backward product. Where the weights are sharded each block has to gather its
+        own, and projects for itself."""
+        layers: list[CrossAttention] = [block.cross for block in self.blocks]  # type: ignore[misc]
+        if any(isinstance(layer.kv.weight, DTensor) for layer in layers):
+            return [None] * len(layers)
+        weight = torch.cat([layer.kv.weight for layer in layers])
+        bias = None if layers[0].kv.bias is None else torch.cat([layer.kv.bias for layer in layers])
+        heads = project_heads(memory, weight, bias, [layer.heads for layer in layers for _ in "kv"])
+        return list(zip(heads[::2], heads[1::2], strict=True))
+
+
+class FusedBlock(Block):
+    KEYS = 4  # places that drop: in front of up to three norms, and inside the MLP
+    recompute: bool  # what the MLP keeps: see FusedConfig
+
+    def forward(  # type: ignore[override]  # the stream, and what the next norm needs besides it
+        self,
+        x: Tensor,
+        layout: Layout,
+        rotary: Rotary | None,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        cache: LayerCache | None = None,
+        cross_cache: LayerCache | None = None,
+        *,
+        pending: Tensor | None = None,
+        keys: Tensor | None = None,
+        memory_kv: Heads | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Pre-norm: `pending` is the branch that is still to be added to the stream x. Post-norm: it is x again, with a
+        gradient of its own, so that the norm that made both adds their gradients up."""
+        if keys is None:
+            return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
+        *norm_keys, mlp_key = keys.unbind()
+        branches: list[tuple[nn.Module, Callable[[Tensor], tuple[Tensor, Tensor | None]]]] = [
+            (self.attention_norm, lambda h: self.attend_self(h, layout, rotary)),
+            (self.mlp_norm, lambda h: (self.expand(h, mlp_key), None)),
+        ]
+        if self.cross is not None and self.cross_norm is not None:
+            branches.insert(
+                1, (self.cross_norm, lambda h: self.attend_memory(h, layout, memory, memory_layout, memory_kv))
+            )
+        bias: Tensor | None = None
+        if self.pre_norm:
+            for (norm, branch), key in zip(branches, norm_keys, strict=False):
+                h, x = self.add(pending, x, bias, norm, key)
+                pending, bias = branch(h)
+            return x, pending
+        h = x if pending is None else pending
+        for (norm, branch), key in zip(branches, norm_keys, strict=False):
+            out, bias = branch(h)
+            h, x = self.add(out, x, bias, norm, key)
+        return x, h
+
+    def add(
+        self, branch: Tensor | None, x: Tensor, bias: Tensor | None, norm: nn.Module, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The normalised sum, and the stream that goes on: the sum itself, or post-norm the normalised one."""
+        p = self.dropout if self.training else 0.0
+        return add_norm(branch, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
+
+    def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None) -> tuple[Tensor, Tensor | None]:
+        """The branch without the bias of its last product, and that bias: the next norm adds it."""
+        at = self.attention
+        parts = [at.heads, at.kv_heads, at.kv_heads]
+        q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *(rotary or (None, None)))
+        p = at.dropout if self.training else 0.0
+        out = attend(q, k, v, layout, layout, at.causal, p).flatten(1)
+        return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
+
+    def attend_memory(
+        self, h: Tensor, layout: Layout, memory: Tensor | None, memory_layout: Layout | None, kv: Heads | None
+    ) -> tuple[Tensor, Tensor | None]:
+        at = self.cross
+        assert at is not None and memory is not None and memory_layout is not None
+        (q,) = project_heads(h, at.q.weight, at.q.bias, [at.heads])
+        k, v = kv or project_heads(memory, at.kv.weight, at.kv.bias, [at.heads, at.heads])
+        p = at.dropout if self.training else 0.0
+        out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p).flatten(1)
+        return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
+
+    def expand(self, h: Tensor, key: Tensor) -> Tensor:
+        up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
+        return mlp(h, up.weight, up.bias, down.weight, down.bias, self.mlp.activation, p, key, self.recompute)
+
+
+class FusedEmbedding(Embedding):
+    def forward(self, inputs: Sequences) -> Tensor:
+        p, token = self.dropout if self.training else 0.0, self.token.weight
+        positions, table = self.place(inputs)
+        kind = None if self.token_type is None else self.token_type.weight
+        norm = (None, None, 0.0, False) if isinstance(self.norm, nn.Identity) else norm_parts(self.norm)
+        key, dtype = draw_keys(token, 1)[0] if p > 0 else None, compute_dtype(token)
+        return embed(inputs.ids, token, positions, table, inputs.types, kind, self.scale, *norm, p, key, dtype)
+
+    def place(self, inputs: Sequences) -> tuple[Tensor | None, Tensor | None]:
+        """Positions, and the table that they look up."""
+        if self.position is not None:
+            return inputs.positions, self.position.weight
+        if not self.sinusoidal:
+            return None, None
+        width, at = self.token.weight.shape[1], inputs.positions
+        if self.training:  # whole sequences, counted from 0
+            return at, sinusoids(torch.arange(inputs.layout.max_len, device=at.device), width)
+        return torch.arange(len(at), device=at.device), sinusoids(at, width)
+
+
+class FusedPatchEmbedding(PatchEmbedding):
+    def forward(self, pixels: Tensor) -> Tensor:
+        return super().forward(pixels).to(compute_dtype(self.position))
+
+
+class FusedLMHead(LMHead):
+    def loss(self, x: Tensor, embedding: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        if self.transform is not None and self.norm is not None:
+            x = F.linear(x, self.transform.weight.to(x.dtype))
+            x = norm(activate(x, self.transform.bias, self.activation, 0.0, None), *norm_parts(self.norm))
+        return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
+
+
+def norm_parts(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
+    """Weight, bias, epsilon, and whether it is an RMSNorm."""
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
+    return norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.RMSNorm)
+
+
+def compute_dtype(like: Tensor) -> torch.dtype:
+    """What matrix products run in: autocast's precision, or the parameter's own."""
+    device = like.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype

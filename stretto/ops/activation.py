@@ -1,0 +1,426 @@
+"""Bias, activation and dropout between the two matrix products of an MLP: one pass forward, one backward.
+
+    h = dropout(act(x + bias))      x [T, I] or, for swiglu, [T, 2I]; bias [I] or [2I]; h [T, I]
+
+Every smooth kind is a value times a gate between 0 and 1, act(x) = x s(x), with act'(x) = s(x) + x s'(x):
+
+    gelu       s = (1 + erf(x / sqrt 2)) / 2                                   s' = exp(-x^2 / 2) / sqrt(2 pi)
+    gelu_tanh  s = (1 + tanh u) / 2 = sigmoid(2 u),                            s' = s (1 - s) 2 u'
+               u = sqrt(2 / pi) (x + 0.044715 x^3)
+    swiglu     s = sigmoid; x is a gate a and a value b: h = dropout(a s(a) b) s' = s (1 - s)
+    relu       act(x) = max(x, 0)
+
+The sigmoid form of gelu_tanh never subtracts nearly equal numbers, and needs no tanh. All of it is computed in fp32
+and rounded once, forward and backward (fp64 inputs: in fp64 on a CPU).
+
+Saved for backward: x, bias and the dropout key; relu saves h alone, since h > 0 exactly where an element was positive
+and kept. The backward pass gives dx and, if asked, two things for no further reading: h once more, for a caller that
+did not keep it, with the very bits of the forward pass; and dbias, the column sums of dx before its rounding. The sums
+are deterministic: each program walks down its own rows of one block of columns with fp32 accumulators, and one line per
+program is added up at the end, without atomics.
+
+Traffic in bf16: 4 bytes an element of h forward (swiglu 6), 6 backward (swiglu 10), 2 more where h is wanted.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.dropout import dropout_ref, keeps, row_words
+from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
+
+KINDS = ("gelu", "gelu_tanh", "relu", "swiglu")
+
+
+def activate_ref(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
+    y = _add_bias(x, bias)
+    if kind == "swiglu":
+        gate, value = y.chunk(2, dim=1)
+        h = F.silu(gate) * value
+    elif kind == "relu":
+        h = F.relu(y)
+    else:
+        h = F.gelu(y, approximate=_approximation(kind))
+    return _drop(h, p, key).to(x.dtype).contiguous()
+
+
+def activate_backward_ref(
+    dh: Tensor,
+    kept: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    want_h: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of activate_ref written out, for use inside of an op, where autograd does not reach."""
+    dy = _wide(dh)
+    if kind == "relu":
+        dx = torch.where(kept <= 0, 0.0, dy / (1 - p))
+    else:
+        dy, y = _drop(dy, p, key), _add_bias(kept, bias)
+        if kind == "swiglu":
+            gate, value = y.chunk(2, dim=1)
+            dx = torch.cat([torch.ops.aten.silu_backward(dy * value, gate), dy * F.silu(gate)], dim=1)
+        else:
+            dx = torch.ops.aten.gelu_backward(dy, y, approximate=_approximation(kind))
+    h = activate_ref(kept, bias, kind, p, key) if want_h else kept.new_empty(0)
+    dbias = dx.sum(0) if want_dbias else dx.new_empty(0)
+    return dx.to(kept.dtype).contiguous(), h, dbias
+
+
+def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return _wide(x) if bias is None else _wide(x) + bias
+
+
+def _drop(h: Tensor, p: float, key: Tensor | None) -> Tensor:
+    return h if key is None or p == 0.0 else dropout_ref(h, p, key)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What to compute and to accumulate in."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x.dtype))
+
+
+def _approximation(kind: str) -> str:
+    return "tanh" if kind == "gelu_tanh" else "none"
+
+
+@jit
+def gate_of(x, KIND: tl.constexpr):
+    """s(x) and 1 - s(x), neither by a subtraction that loses it where it is small. Products are fused by hand where the
+    compiler might or might not, so that both kernels round alike."""
+    if KIND == "gelu":
+        # 1 - Phi(z) = 2^(polynomial of z >= 0): minimax, within 2e-8. The erf of the CUDA library chooses between two
+        # polynomials and takes twice the instructions, enough to keep the memory waiting.
+        z = tl.abs(x)
+        power = tl.fma(z, -2.33494893e-06, 3.37378151e-05)
+        power = tl.fma(z, power, -1.61293836e-04)
+        power = tl.fma(z, power, -1.91703541e-04)
+        power = tl.fma(z, power, 7.12686498e-03)
+        power = tl.fma(z, power, -5.25336117e-02)
+        power = tl.fma(z, power, -4.59198296e-01)
+        power = tl.fma(z, power, -1.15110600e00)
+        tail = tl.exp2(tl.fma(z, power, -1.0))
+        s = tl.where(x < 0, tail, 1 - tail)
+        t = tl.where(x < 0, 1 - tail, tail)
+    else:
+        z = x
+        if KIND == "gelu_tanh":
+            z = x * tl.fma(x * x, 0.07135481282052, 1.5957691216057308)  # 2 u: 2 sqrt(2 / pi) and 0.044715 of it
+        e = tl.exp(-tl.maximum(z, -80.0))  # stays finite, and so does its product with s
+        s = 1 / (1 + e)
+        t = e * s
+    return s, t
+
+
+@jit
+def slope_of(x, s, t, KIND: tl.constexpr):
+    """s + x s'(x), from s and t = 1 - s"""
+    if KIND == "gelu":
+        ds = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == "gelu_tanh":
+        ds = s * t * tl.fma(x * x, 0.21406443846156, 1.5957691216057308)
+    else:
+        ds = s * t
+    return tl.fma(x, ds, s)
+
+
+@jit
+def survives(key_ptr, row, col, P: tl.constexpr):
+    """keep_ref on a block; row [R, 1], col [1, C]."""
+    first, second = row_words(key_ptr, row)
+    return keeps(first, second, col, P)
+
+
+@jit
+def _load_bias(bias_ptr, col, cols, HAS_BIAS: tl.constexpr):
+    return tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+
+
+@jit
+def _forward_kernel(
+    x_ptr,
+    bias_ptr,
+    key_ptr,
+    h_ptr,
+    rows,
+    cols,
+    x_stride,
+    KIND: tl.constexpr,
+    P: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    row_at = row.to(tl.int64)
+    inside = (row < rows) & (col < cols)
+    x_at = x_ptr + row_at * x_stride + col
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32) + _load_bias(bias_ptr, col, cols, HAS_BIAS)
+    if KIND == "relu":
+        h = tl.where(x <= 0, 0.0, x)  # NaN passes, as it does in torch
+    else:
+        s, _ = gate_of(x, KIND)
+        h = x * s
+    if KIND == "swiglu":
+        value = tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32)
+        h *= value + _load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
+    if P > 0:
+        scale: tl.constexpr = 1 / (1 - P)
+        h = tl.where(survives(key_ptr, row, col, P), h * scale, 0.0)
+    tl.store(h_ptr + row_at * cols + col, h.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward_kernel(
+    dh_ptr,
+    kept_ptr,
+    bias_ptr,
+    key_ptr,
+    dx_ptr,
+    h_ptr,
+    sums_ptr,
+    rows,
+    cols,
+    dh_stride,
+    kept_stride,
+    dx_stride,
+    KIND: tl.constexpr,
+    P: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WANT_H: tl.constexpr,
+    WANT_DBIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    scale: tl.constexpr = 1 / (1 - P)
+    col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    bias = _load_bias(bias_ptr, col, cols, HAS_BIAS)
+    sums = tl.zeros([1, BLOCK_C], tl.float32)
+    if KIND == "swiglu":
+        value_bias = _load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
+        value_sums = tl.zeros([1, BLOCK_C], tl.float32)
+    for start in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)[:, None]
+        row_at = row.to(tl.int64)
+        inside = (row < rows) & (col < cols)
+        kept_at = kept_ptr + row_at * kept_stride + col
+        dx_at = dx_ptr + row_at * dx_stride + col
+        dy = tl.load(dh_ptr + row_at * dh_stride + col, mask=inside, other=0.0).to(tl.float32)
+        kept = tl.load(kept_at, mask=inside, other=0.0).to(tl.float32)
+        if KIND == "relu":
+            dx = tl.where(kept <= 0, 0.0, dy * scale)
+        else:
+            x = kept + bias
+            s, t = gate_of(x, KIND)
+            y = x * s
+            if P > 0:
+                keep = survives(key_ptr, row, col, P)
+                dy = tl.where(keep, dy * scale, 0.0)
+            if KIND == "swiglu":
+                value = tl.load(kept_at + cols, mask=inside, other=0.0).to(tl.float32) + value_bias
+                dvalue = dy * y
+                y *= value
+                dy *= value
+                tl.store(dx_at + cols, dvalue.to(dx_ptr.dtype.element_ty), mask=inside)
+                if WANT_DBIAS:
+                    value_sums += tl.sum(dvalue, 0, keep_dims=True)
+            dx = dy * slope_of(x, s, t, KIND)
+            if WANT_H:
+                if P > 0:
+                    y = tl.where(keep, y * scale, 0.0)
+                tl.store(h_ptr + row_at * cols + col, y.to(h_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        if WANT_DBIAS:
+            sums += tl.sum(dx, 0, keep_dims=True)
+    if WANT_DBIAS:
+        width = 2 * cols if KIND == "swiglu" else cols
+        sums_at = sums_ptr + tl.program_id(0) * width + col
+        tl.store(sums_at, sums, mask=col < cols)
+        if KIND == "swiglu":
+            tl.store(sums_at + cols, value_sums, mask=col < cols)
+
+
+def _block_shape(cols: int, kind: str) -> tuple[int, int]:
+    """Rows and columns of a block. 1024 columns are the 128 threads of a program with one 16-byte load of bf16 each: a
+    thread owns whole columns and sums them without asking its neighbours. Two rows, or the two halves of one for
+    swiglu, keep several loads in flight with few enough registers (at most 80 without dropout) for six programs on a
+    multiprocessor. A narrow tensor gets more rows instead."""
+    block_c = min(next_power_of_2(cols), 1024)
+    return (1024 if kind == "swiglu" else 2048) // block_c, block_c
+
+
+@cache
+def _resident_programs(device: torch.device) -> int:
+    return 6 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
+    x = _with_dense_rows(x)
+    rows, cols = x.shape[0], x.shape[1] // 2 if kind == "swiglu" else x.shape[1]
+    h = x.new_empty(rows, cols)
+    block_r, block_c = _block_shape(cols, kind)
+    if h.numel():
+        _forward_kernel[(cdiv(rows, block_r), cdiv(cols, block_c))](
+            x,
+            x if bias is None else bias,
+            x if key is None else key,
+            h,
+            rows,
+            cols,
+            x.stride(0),
+            KIND=kind,
+            P=0.0 if key is None else p,
+            HAS_BIAS=bias is not None,
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+        )
+    return h
+
+
+def launch_activate_backward(
+    dh: Tensor,
+    kept: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    want_h: bool,
+    want_dbias: bool,
+    overwrite_dh: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`overwrite_dh` puts dx where dh was, if they have one shape: for a caller to whom dh is a temporary."""
+    dh, kept = _with_dense_rows(dh), _with_dense_rows(kept)
+    rows, cols = dh.shape
+    dx = dh if overwrite_dh and kind != "swiglu" else kept.new_empty(kept.shape)
+    h = kept.new_empty((rows, cols) if want_h else 0)
+    block_r, block_c = _block_shape(cols, kind)
+    column_blocks, groups = cdiv(cols, block_c), cdiv(rows, block_r)
+    if want_dbias:  # few programs with many rows each; otherwise as many as there are blocks
+        groups = min(groups, cdiv(_resident_programs(dh.device), max(column_blocks, 1)))
+    sums = kept.new_empty((groups, kept.shape[1]) if want_dbias else 0, dtype=wide_dtype(kept.dtype))
+    if dh.numel():
+        _backward_kernel[(groups, column_blocks)](
+            dh,
+            kept,
+            kept if bias is None else bias,
+            kept if key is None else key,
+            dx,
+            h,
+            sums,
+            rows,
+            cols,
+            dh.stride(0),
+            kept.stride(0),
+            dx.stride(0),
+            KIND=kind,
+            P=0.0 if key is None else p,
+            HAS_BIAS=bias is not None,
+            WANT_H=want_h,
+            WANT_DBIAS=want_dbias,
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+        )
+    return dx, h, sums.sum(0) if want_dbias else sums
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("stretto::activate", mutates_args=(), device_types="cpu")
+def _activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
+    return (launch_activate if INTERPRET else activate_ref)(x, bias, kind, p, key)
+
+
+_activate.register_kernel("cuda")(launch_activate)
+
+
+@_activate.register_fake
+def _(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2 if kind == "swiglu" else x.shape[1])
+
+
+@torch.library.custom_op("stretto::activate_backward", mutates_args=(), device_types="cpu")
+def _activate_backward(
+    dh: Tensor,
+    kept: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    want_h: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx; h, if wanted; the column sums of dx, wide, if wanted. `kept` is x, or h for relu, which has no use for the
+    bias and never wants h."""
+    backward = launch_activate_backward if INTERPRET else activate_backward_ref
+    return backward(dh, kept, bias, kind, p, key, want_h, want_dbias)
+
+
+_activate_backward.register_kernel("cuda")(launch_activate_backward)
+
+
+@_activate_backward.register_fake
+def _(
+    dh: Tensor,
+    kept: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    want_h: bool,
+    want_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        kept.new_empty(kept.shape),
+        kept.new_empty(dh.shape if want_h else 0),
+        kept.new_empty(kept.shape[1] if want_dbias else 0, dtype=wide_dtype(kept.dtype)),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, ctx.kind, ctx.p, key = inputs
+    ctx.save_for_backward(output if ctx.kind == "relu" else x, bias, key)
+
+
+def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+    kept, bias, key = ctx.saved_tensors
+    want_dbias = ctx.needs_input_grad[1]
+    dx, _, dbias = _activate_backward(dh, kept, bias, ctx.kind, ctx.p, key, False, want_dbias)
+    return dx, dbias.to(bias.dtype) if want_dbias else None, None, None, None
+
+
+_activate.register_autograd(_backward, setup_context=_save)
+
+
+def activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
+    """dropout(act(x + bias)), [T, I], for x [T, I], or [T, 2I] for swiglu (gate, then value). `key` [2] is needed where
+    p > 0."""
+    check_activation(kind, p, key)
+    if x.ndim != 2 or (kind == "swiglu" and x.shape[1] % 2):
+        raise ValueError(f"{kind} takes [tokens, {'2 * ' if kind == 'swiglu' else ''}width], not {list(x.shape)}")
+    if bias is not None and bias.shape != x.shape[1:]:
+        raise ValueError(f"the bias of {list(x.shape)} is [{x.shape[1]}], not {list(bias.shape)}")
+    return _activate(x, bias, kind, p, key if p > 0.0 else None)
+
+
+def check_activation(kind: str, p: float, key: Tensor | None) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"the activation is one of {', '.join(KINDS)}, not {kind!r}")
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"the dropout probability is at least 0 and below 1, not {p}")
+    if p > 0.0 and (key is None or key.shape != (2,)):
+        raise ValueError(f"dropout with p = {p} needs a key [2], not {None if key is None else list(key.shape)}")

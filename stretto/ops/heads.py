@@ -1,0 +1,318 @@
+"""From the residual stream to queries, keys and values: a projection, its heads and their rotary positions.
+
+    q, k, v = split(x @ weight^T + bias)        parts of H, K and K heads of size D
+    q, k    = rotate(q), rotate(k)              with rotary positions
+
+    rotate: (a, b) -> (a cos - b sin, b cos + a sin) for the channels a = i, b = i + D/2 of each head
+
+Forward, the product adds the bias, the heads to be rotated are rotated in place in its result, and the parts are views
+of it: without rotary positions there is nothing but the product.
+
+Backward, attention returns one gradient for each part, each a tensor of its own with strides of its own. The two
+products that follow want one matrix, and the bias wants its column sums. One kernel does all of it: it reads the parts
+wherever they are, rotates back (the angles with the other sign), writes the matrix and adds up its columns. Plain torch
+would rotate in kernels of their own, copy the parts together and read the matrix once more for the bias.
+
+The kernel moves tiles of [ROWS, GROUP heads, D/2], one tile for each half of a head, so that the angles of a token are
+read once for a group of heads. Its programs walk over the rows and keep column sums in registers; the programs' sums
+are then added up in a fixed order, so results repeat bit for bit. All of its arithmetic is fp32.
+
+Any list of parts will do: queries alone, or the keys and values of all layers that look at one encoder.
+
+Shapes: x [T, C]; weight [W, C], bias [W], W = D * the heads of all parts; cos and sin [T, D/2], fp32, without gradient;
+results [T, heads, D]. Saved for backward: x, weight, cos, sin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
+from stretto.ops.norm import num_processors, packed, wide
+
+ROTATED = 2  # parts, the first ones: queries and keys
+
+
+def rotate_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each head of x [T, heads, D] turned by its token's angles."""
+    a, b = wide(x).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def project_heads_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int], cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The definition of correct."""
+    heads = F.linear(x, weight, bias).unflatten(1, (sum(parts), -1)).split(list(parts), dim=1)
+    if cos is None or sin is None:
+        return tuple(heads)
+    return (*(rotate_ref(part, cos, sin) for part in heads[:ROTATED]), *heads[ROTATED:])
+
+
+def merge_heads_ref(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The parts rotated back, side by side, [T, W], and the sums over its rows, [W]."""
+    turned = [wide(part) for part in parts]
+    if cos is not None and sin is not None:
+        turned[:ROTATED] = [rotate_ref(part, cos, -sin) for part in turned[:ROTATED]]
+    merged = torch.cat(turned, dim=1).flatten(1)
+    return merged.to(parts[0].dtype), merged.sum(0)
+
+
+@jit
+def _turn_part(
+    part_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    sums_ptr,
+    group,
+    rows,
+    out_stride,
+    row_stride,
+    head_stride,
+    BEFORE: tl.constexpr,  # heads of the parts before this one
+    NUM_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    SIGN: tl.constexpr,
+    ROTATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    HALF: tl.constexpr = (D + 1) // 2  # an odd head, which has no rotation, has a first half that is longer by one
+    head = group * GROUP + tl.arange(0, GROUP)[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    in_first = (head < NUM_HEADS) & (col < HALF)
+    in_second = (head < NUM_HEADS) & (col < D - HALF)
+    read = (part_ptr + head.to(tl.int64) * head_stride + col)[None]
+    place = (BEFORE + head) * D + col
+    write = (out_ptr + place)[None]
+    first_sum = tl.zeros([ROWS, GROUP, BLOCK], tl.float32)
+    second_sum = tl.zeros([ROWS, GROUP, BLOCK], tl.float32)
+    for start in tl.range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
+        first_mask = (row < rows) & in_first[None]
+        second_mask = (row < rows) & in_second[None]
+        first = tl.load(read + row * row_stride, mask=first_mask, other=0.0).to(tl.float32)
+        second = tl.load(read + row * row_stride + HALF, mask=second_mask, other=0.0).to(tl.float32)
+        if ROTATE:
+            angle = row * HALF + col[None]
+            angle_mask = (row < rows) & (col < HALF)[None]
+            cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0)
+            sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0) * SIGN
+            first, second = first * cos - second * sin, second * cos + first * sin
+        tl.store(write + row * out_stride, first.to(out_ptr.dtype.element_ty), mask=first_mask)
+        tl.store(write + row * out_stride + HALF, second.to(out_ptr.dtype.element_ty), mask=second_mask)
+        if sums_ptr is not None:
+            first_sum += first
+            second_sum += second
+    if sums_ptr is not None:
+        sums_ptr += place
+        tl.store(sums_ptr, tl.sum(first_sum, 0), mask=in_first)
+        tl.store(sums_ptr + HALF, tl.sum(second_sum, 0), mask=in_second)
+
+
+@jit
+def _turn_kernel(
+    a_ptr,  # up to three parts; a part that is not there has no heads
+    b_ptr,
+    c_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    sums_ptr,  # [programs, width], or None
+    rows,
+    out_stride,
+    a_row_stride,
+    a_head_stride,
+    b_row_stride,
+    b_head_stride,
+    c_row_stride,
+    c_head_stride,
+    A: tl.constexpr,  # heads
+    B: tl.constexpr,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    SIGN: tl.constexpr,
+    NUM_ROTATED: tl.constexpr,  # parts
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program turns a group of heads of one part. Parts do not share groups, so each knows at compile time whether
+    it is rotated."""
+    A_GROUPS: tl.constexpr = (A + GROUP - 1) // GROUP
+    B_GROUPS: tl.constexpr = (B + GROUP - 1) // GROUP
+    if sums_ptr is not None:
+        sums_ptr += tl.program_id(1) * (A + B + C) * D
+    group = tl.program_id(0)
+    if group < A_GROUPS:
+        _turn_part(
+            a_ptr, out_ptr, cos_ptr, sin_ptr, sums_ptr, group, rows, out_stride, a_row_stride, a_head_stride,
+            0, A, D, SIGN, NUM_ROTATED > 0, ROWS, GROUP, BLOCK, STAGES,
+        )  # fmt: skip
+    elif group < A_GROUPS + B_GROUPS:
+        _turn_part(
+            b_ptr, out_ptr, cos_ptr, sin_ptr, sums_ptr, group - A_GROUPS, rows, out_stride, b_row_stride, b_head_stride,
+            A, B, D, SIGN, NUM_ROTATED > 1, ROWS, GROUP, BLOCK, STAGES,
+        )  # fmt: skip
+    else:
+        _turn_part(
+            c_ptr, out_ptr, cos_ptr, sin_ptr, sums_ptr, group - A_GROUPS - B_GROUPS, rows, out_stride, c_row_stride,
+            c_head_stride, A + B, C, D, SIGN, NUM_ROTATED > 2, ROWS, GROUP, BLOCK, STAGES,
+        )  # fmt: skip
+
+
+def launch_turn(
+    parts: Sequence[Tensor],
+    out: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    sign: float,
+    num_rotated: int,
+    sums: bool,
+) -> Tensor:
+    """Writes up to three parts [T, heads, D] side by side to `out`, the first `num_rotated` of them turned. The sums
+    over rows, [W], are empty if they are not wanted."""
+    rows, _, size = parts[0].shape
+    counts = [part.shape[1] for part in parts] + [0] * (3 - len(parts))
+    block = next_power_of_2(cdiv(size, 2))
+    group = min(next_power_of_2(max(counts)), 8 if max(counts) % 8 == 0 else 4)
+    tile = max(1, min(2048 // (group * block), 64))
+    groups = sum(cdiv(count, group) for count in counts)
+    # With sums as many programs as a GPU holds at once, so that there are few sums to add up; each of them reads two
+    # tiles ahead. Otherwise a program for each tile, as far as a grid reaches.
+    most = cdiv(4 * num_processors(out.device), groups) if sums else 65535
+    programs = min(cdiv(rows, tile), most)
+    partial = out.new_empty(programs, sum(counts) * size, dtype=torch.float32) if sums else None
+    if out.numel():
+        cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
+        present = [packed(part) for part in parts]
+        present += present[:1] * (3 - len(parts))
+        _turn_kernel[(groups, programs)](
+            *present, out, cos, sin, partial, rows, out.stride(0),
+            *(stride for part in present for stride in part.stride()[:2]),
+            *counts, size, sign, num_rotated, ROWS=tile, GROUP=group, BLOCK=block, STAGES=3 if sums else 1,
+        )  # fmt: skip
+    return out.new_empty(0, dtype=torch.float32) if partial is None else partial.sum(0)
+
+
+def launch_merge_heads(
+    parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: bool
+) -> tuple[Tensor, Tensor]:
+    rows, _, size = parts[0].shape
+    merged = parts[0].new_empty(rows, sum(part.shape[1] for part in parts) * size)
+    totals, column = [], 0
+    for i in range(0, len(parts), 3):
+        some = parts[i : i + 3]
+        width = sum(part.shape[1] for part in some) * size
+        num_rotated = ROTATED if cos is not None and i == 0 else 0
+        totals.append(launch_turn(some, merged[:, column : column + width], cos, sin, -1.0, num_rotated, sums))
+        column += width
+    return merged, totals[0] if len(totals) == 1 else torch.cat(totals)
+
+
+@torch.library.custom_op("stretto::project_heads", mutates_args=())
+def _project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, size: int, rotated: int, cos: Tensor | None, sin: Tensor | None
+) -> Tensor:
+    """The product [T, W], with its first `rotated` heads of `size` channels turned. One op: nobody else has seen the
+    product when it is changed in place."""
+    out = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    if cos is not None and sin is not None:
+        heads = out[:, : rotated * size].unflatten(1, (rotated, size))
+        if x.is_cuda or INTERPRET:
+            launch_turn([heads], out, cos, sin, 1.0, 1, False)
+        else:
+            heads.copy_(rotate_ref(heads, cos, sin))
+    return out
+
+
+@_project.register_fake
+def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("stretto::merge_heads", mutates_args=(), device_types="cpu")
+def _merge(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: bool) -> tuple[Tensor, Tensor]:
+    if INTERPRET:
+        return launch_merge_heads(parts, cos, sin, sums)
+    merged, total = merge_heads_ref(parts, cos, sin)
+    return merged, total if sums else total.new_empty(0)
+
+
+_merge.register_kernel("cuda")(launch_merge_heads)
+
+
+@_merge.register_fake
+def _(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: bool) -> tuple[Tensor, Tensor]:
+    width = sum(part.shape[1] for part in parts) * parts[0].shape[2]
+    total = parts[0].new_empty(width if sums else 0, dtype=torch.promote_types(parts[0].dtype, torch.float32))
+    return parts[0].new_empty(parts[0].shape[0], width), total
+
+
+class _ProjectHeads(torch.autograd.Function):
+    """The parts are views of one product, but their gradients come one by one: an op may not return views, and torch's
+    own backward of a split would copy the gradients together before any kernel of ours could see them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        parts: tuple[int, ...],
+    ) -> tuple[Tensor, ...]:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, cos, sin)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        size = weight.shape[0] // sum(parts)
+        out = _project(x, weight, bias, size, sum(parts[:ROTATED]), cos, sin)
+        return out.view(x.shape[0], sum(parts), size).split(parts, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cos, sin = ctx.saved_tensors
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        dout, sums = _merge(list(dparts), cos, sin, need_bias)
+        dx = dout @ weight if need_x else None
+        dweight = dout.t() @ x if need_weight else None
+        return dx, dweight, sums.to(ctx.bias_dtype) if need_bias else None, None, None, None
+
+
+def project_heads(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parts: Sequence[int],
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """x [T, C] projected to heads, as one tensor [T, heads, D] for each number of heads in `parts`; with cos and sin
+    [T, D/2] the first two, queries and keys, are rotated. Computed in the dtype of x or, like F.linear, of an enclosing
+    autocast; parameters may be in any."""
+    heads, (width, channels) = sum(parts), weight.shape
+    if x.ndim != 2 or x.shape[1] != channels or width % heads or (bias is not None and bias.shape != (width,)):
+        raise ValueError(
+            f"x {list(x.shape)}, weight {list(weight.shape)} and bias {None if bias is None else list(bias.shape)} "
+            f"do not give {heads} heads: they have to be [T, C], [heads * D, C] and [heads * D]"
+        )
+    if (cos is None) != (sin is None) or any(
+        t is not None and (t.shape != (x.shape[0], width // heads // 2) or width // heads % 2) for t in (cos, sin)
+    ):
+        shapes = [None if t is None else list(t.shape) for t in (cos, sin)]
+        raise ValueError(f"cos and sin {shapes} have to be [T, D/2] = {[x.shape[0], width / heads / 2]} both")
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    parted: tuple[Tensor, ...] = _ProjectHeads.apply(x.to(dtype), weight.to(dtype), bias, cos, sin, tuple(parts))
+    return parted

@@ -1,0 +1,221 @@
+"""The MLP of a Transformer as one differentiable operation: two matrix products around the kernels of activation.py.
+
+    out = dropout(act(x @ up_weight^T + up_bias)) @ down_weight^T + down_bias
+
+Shapes: T tokens, C width, I inner width. x, out [T, C]; up_weight [I, C], or [2I, C] for swiglu; down_weight [C, I].
+
+Why one operation: autograd sees only its ends, so what happens between them can be arranged. The bias in front of the
+activation is added by its kernel, unrounded, and its gradient falls out of the backward kernel; the gradient of h is a
+temporary, which that kernel overwrites with the gradient of the product; and with `recompute` h is not kept at all,
+since the backward kernel can write it again while it reads what it needs anyway. The results are the same, bit for bit,
+with and without.
+
+Kept for backward, bytes per token in a 16-bit type, next to the weights (plain torch in brackets, with dropout):
+
+                     gelu, gelu_tanh      relu                swiglu
+    recompute        2C + 2I              2C + 2I             2C + 4I
+    otherwise        2C + 4I  [2C + 5I]   2C + 2I  [2C + 5I]  2C + 6I  [2C + 9I]
+
+Only gradients that someone needs are computed. Products accumulate as torch.mm does; bias gradients in fp32.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.activation import (
+    activate_backward_ref,
+    activate_ref,
+    check_activation,
+    launch_activate,
+    launch_activate_backward,
+    wide_dtype,
+)
+from stretto.ops.language import INTERPRET
+
+
+def mlp_ref(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+) -> Tensor:
+    h = activate_ref(F.linear(x, up_weight, up_bias), None, kind, p, key)
+    return F.linear(h, down_weight, down_bias)
+
+
+def _activate(pre: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
+    return (launch_activate if pre.is_cuda or INTERPRET else activate_ref)(pre, bias, kind, p, key)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+@torch.library.custom_op("stretto::mlp", mutates_args=())
+def _mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out; what the activation's backward pass needs: x @ up_weight^T, or h for relu; h, unless that is it or it will
+    be recomputed."""
+    if kind == "relu":  # a sign decides here, and rounding without the bias could turn it
+        h = _activate(_linear(x, up_weight, up_bias), None, kind, p, key)
+        return _linear(h, down_weight, down_bias), h, x.new_empty(0)
+    pre = _linear(x, up_weight, None)
+    h = _activate(pre, up_bias, kind, p, key)
+    return _linear(h, down_weight, down_bias), pre, x.new_empty(0) if recompute else h
+
+
+@_mlp.register_fake
+def _(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    keep_h = kind != "relu" and not recompute
+    return (
+        x.new_empty(x.shape[0], down_weight.shape[0]),
+        x.new_empty(x.shape[0], up_weight.shape[0]),
+        x.new_empty((x.shape[0], down_weight.shape[1]) if keep_h else 0),
+    )
+
+
+@torch.library.custom_op("stretto::mlp_backward", mutates_args=())
+def _mlp_backward(
+    dout: Tensor,
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    kept: Tensor,
+    h: Tensor,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    recompute: bool,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, up_weight, up_bias, down_weight, down_bias: those that are `needed`, in this order, and empty
+    tensors for the others. Those of the biases are wide."""
+    need_x, need_up_weight, need_up_bias, need_down_weight, need_down_bias = needed
+    dx, dup_weight, ddown_weight = (x.new_empty(0) for _ in range(3))
+    dup_bias, ddown_bias = (x.new_empty(0, dtype=wide_dtype(x.dtype)) for _ in range(2))
+    h = kept if kind == "relu" else h
+    want_h = need_down_weight and recompute and kind != "relu"
+    if need_x or need_up_weight or need_up_bias:
+        launch = partial(launch_activate_backward, overwrite_dh=True)
+        backward = launch if x.is_cuda or INTERPRET else activate_backward_ref
+        dpre, again, dup_bias = backward(dout @ down_weight, kept, up_bias, kind, p, key, want_h, need_up_bias)
+        h = again if want_h else h
+        del again
+    elif want_h:
+        h = _activate(kept, up_bias, kind, p, key)
+    if need_down_weight:
+        ddown_weight = dout.t() @ h
+    del h  # a recomputed one makes room for what follows
+    if need_down_bias:
+        ddown_bias = dout.sum(0, dtype=ddown_bias.dtype)
+    if need_up_weight:
+        dup_weight = dpre.t() @ x
+    if need_x:
+        dx = dpre @ up_weight
+    return dx, dup_weight, dup_bias, ddown_weight, ddown_bias
+
+
+@_mlp_backward.register_fake
+def _(
+    dout: Tensor,
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    kept: Tensor,
+    h: Tensor,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    recompute: bool,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    need_x, need_up_weight, need_up_bias, need_down_weight, need_down_bias = needed
+    wide = wide_dtype(x.dtype)
+    return (
+        x.new_empty(x.shape if need_x else 0),
+        x.new_empty(up_weight.shape if need_up_weight else 0),
+        x.new_empty(up_weight.shape[0] if need_up_bias else 0, dtype=wide),
+        x.new_empty(down_weight.shape if need_down_weight else 0),
+        x.new_empty(down_weight.shape[0] if need_down_bias else 0, dtype=wide),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.kind, ctx.p, key, ctx.recompute = inputs
+    _, kept, h = output
+    ctx.save_for_backward(*tensors, key, kept, h)
+    ctx.mark_non_differentiable(kept, h)
+    ctx.set_materialize_grads(False)  # no zeros in place of the gradients of kept and h
+
+
+def _backward(ctx: Any, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    x, up_weight, up_bias, down_weight, down_bias, key, kept, h = ctx.saved_tensors
+    inputs, needed = (x, up_weight, up_bias, down_weight, down_bias), list(ctx.needs_input_grad[:5])
+    gradients = _mlp_backward(
+        dout, x, up_weight, up_bias, down_weight, kept, h, ctx.kind, ctx.p, key, ctx.recompute, needed
+    )
+    given = (g.to(t.dtype) if need else None for g, t, need in zip(gradients, inputs, needed, strict=True))
+    return *given, None, None, None, None
+
+
+_mlp.register_autograd(_backward, setup_context=_save)
+
+
+def mlp(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    recompute: bool,
+) -> Tensor:
+    """The MLP of x [T, C], computed in the dtype of x or, like F.linear, of an enclosing autocast. Parameters may be
+    wider; their gradients have their own dtype. `key` [2] is needed where p > 0."""
+    check_activation(kind, p, key)
+    inner = down_weight.shape[-1]
+    up_rows = 2 * inner if kind == "swiglu" else inner
+    if x.ndim != 2 or down_weight.ndim != 2 or up_weight.shape != (up_rows, x.shape[1]):
+        shapes = ", ".join(str(list(t.shape)) for t in (x, up_weight, down_weight))
+        wide = "2 * inner" if kind == "swiglu" else "inner"
+        raise ValueError(f"{kind} takes x [tokens, width], up [{wide}, width], down [width, inner], not {shapes}")
+    for name, bias, weight in ("up", up_bias, up_weight), ("down", down_bias, down_weight):
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"the {name} bias is [{weight.shape[0]}], not {list(bias.shape)}")
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    x, up_weight, down_weight = x.to(dtype), up_weight.to(dtype), down_weight.to(dtype)
+    return _mlp(x, up_weight, up_bias, down_weight, down_bias, kind, p, key if p > 0.0 else None, recompute)[0]

@@ -1,0 +1,570 @@
+"""LayerNorm and RMSNorm, fused with what stands before them: the branch's bias, dropout and the residual add.
+
+    stream = residual + dropout(branch + branch_bias)
+    y      = (stream - mean) * rstd * weight + norm_bias        rstd = 1 / sqrt(mean((stream - mean)^2) + eps)
+
+RMSNorm leaves `mean` and `norm_bias` out. In plain torch this is four kernels, which together read or write the
+activations nine times; here it is one, which reads two tensors and writes two. A pre-norm model uses both results. A
+post-norm model uses y twice, for the next branch and as the next residual: it gets y as both results, and the backward
+kernel adds their gradients.
+
+The stream is rounded to its dtype first and the rounded values are normalised, as in plain torch: forward, backward
+and the next layer see the same numbers. Everything else is fp32. Mean and variance take two passes over the row, which
+stays in registers; the one-pass formula E[x^2] - mean^2 would lose all digits where the mean is large.
+
+Backward, with g = dy * weight and xhat = (stream - mean) * rstd, averages over the row's channels:
+
+    dresidual = dstream + (g - mean(g) - xhat * mean(g * xhat)) * rstd        (RMSNorm: no mean(g))
+    dbranch   = dresidual / (1 - p) where the element was kept, else 0        (p = 0: the same tensor)
+    dweight, dnorm_bias, dbranch_bias = sums over rows of dy * xhat, dy, dbranch
+
+One kernel reads dy, dstream and stream once; post-norm, dstream is the gradient of the second y and is added to dy. Its
+programs walk over the rows and keep the three sums in registers; a second small kernel adds up the programs' sums in a
+fixed order, so results repeat bit for bit.
+
+Shapes: branch, residual, stream, y [T, C], one dtype; weight and biases [C], any float dtype, their gradients in it.
+Saved for backward: stream; stats, fp32, [2, T] (rstd, mean) or [1, T] (RMSNorm: rstd); the dropout key.
+Error: outputs and gradients are at most twice as far from fp64 as those of plain torch that works in fp32 between the
+rounded tensors.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stretto.ops.dropout import dropout_ref, keeps, row_words
+from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
+
+X = TypeVar("X", Tensor, Tensor | None)
+MAX_WIDTH = 16384  # a row, and in backward three sums as wide, must fit into the registers of one program
+
+
+def wide(x: Tensor) -> Tensor:
+    """What sums are computed in: fp32, or fp64 for fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def add_ref(branch: Tensor, residual: Tensor, branch_bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
+    """The stream."""
+    branch = wide(branch) if branch_bias is None else wide(branch) + branch_bias
+    if key is not None:
+        branch = dropout_ref(branch, p, key)
+    return (wide(residual) + branch).to(residual.dtype)
+
+
+def stats_ref(x: Tensor, eps: float, rms: bool) -> Tensor:
+    """rstd and mean [2, T], or rstd [1, T]."""
+    x = wide(x)
+    if rms:
+        return (x.square().mean(1) + eps).rsqrt()[None]
+    mean = x.mean(1)
+    return torch.stack([((x - mean[:, None]).square().mean(1) + eps).rsqrt(), mean])
+
+
+def normalized_ref(x: Tensor, stats: Tensor) -> Tensor:
+    """xhat"""
+    return (wide(x) if len(stats) == 1 else wide(x) - stats[1][:, None]) * stats[0][:, None]
+
+
+def norm_ref(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    y = normalized_ref(x, stats_ref(x, eps, rms)) * weight
+    return (y if norm_bias is None else y + norm_bias).to(x.dtype)
+
+
+def add_norm_ref(
+    branch: Tensor,
+    residual: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    p: float,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """y and stream; the definition of correct."""
+    stream = add_ref(branch, residual, branch_bias, p, key)
+    return norm_ref(stream, weight, norm_bias, eps, rms), stream
+
+
+def norm_backward_ref(
+    dy: Tensor | None,
+    dstream: Tensor | None,
+    stream: Tensor,
+    stats: Tensor,
+    weight: Tensor,
+    weight_dtype: torch.dtype | None,
+    norm_bias_dtype: torch.dtype | None,
+    branch_bias_dtype: torch.dtype | None,
+    p: float,
+    key: Tensor | None,
+    post: bool,
+) -> list[Tensor]:
+    """dresidual; dbranch if there is dropout; then the sums whose dtype is given."""
+    if post and dy is not None and dstream is not None:
+        dy, dstream = wide(dy) + dstream, None
+    dx = torch.zeros_like(stream, dtype=stats.dtype) if dstream is None else wide(dstream)
+    sums = []
+    if dy is not None:
+        xhat, g = normalized_ref(stream, stats), wide(dy) * weight
+        inner = g - xhat * (g * xhat).mean(1, keepdim=True)
+        if len(stats) == 2:
+            inner = inner - g.mean(1, keepdim=True)
+        dx = dx + inner * stats[0][:, None]
+        sums = [(weight_dtype, dy * xhat), (norm_bias_dtype, wide(dy))]
+    inputs = [dx] if key is None else [dx, dropout_ref(dx, p, key)]
+    sums.append((branch_bias_dtype, inputs[-1]))
+    copies = [stream.new_empty(stream.shape).copy_(d) for d in inputs]  # never an alias of dstream
+    return copies + [terms.sum(0).to(dtype) for dtype, terms in sums if dtype is not None]
+
+
+@jit
+def _norm_kernel(
+    branch_ptr,  # None: the residual is the stream, which is not written
+    residual_ptr,
+    branch_bias_ptr,
+    weight_ptr,
+    norm_bias_ptr,
+    key_ptr,
+    y_ptr,
+    stream_ptr,
+    stats_ptr,
+    rows,
+    cols,
+    branch_stride,
+    residual_stride,
+    eps,
+    P: tl.constexpr,
+    RMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    inside = col < cols
+    x = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
+    if branch_ptr is not None:
+        branch = tl.load(branch_ptr + row * branch_stride + col, mask=inside, other=0.0).to(tl.float32)
+        if branch_bias_ptr is not None:
+            branch += tl.load(branch_bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        if P > 0:
+            first, second = row_words(key_ptr, row)
+            branch = tl.where(keeps(first, second, col, P), branch * (1 / (1 - P)), 0.0)
+        stream = (x + branch).to(stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + row * cols + col, stream, mask=inside)
+        x = stream.to(tl.float32)
+    if not RMS:
+        mean = tl.div_rn(tl.sum(x, 0), tl.cast(cols, tl.float32))  # an error here shifts the whole row
+        tl.store(stats_ptr + rows + row, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / cols + eps)
+    tl.store(stats_ptr + row, rstd)
+    y = x * rstd * tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    if norm_bias_ptr is not None:
+        y += tl.load(norm_bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _norm_backward_kernel(
+    dy_ptr,  # None: y was not used
+    dstream_ptr,  # None: stream was not used
+    stream_ptr,
+    stats_ptr,
+    weight_ptr,
+    key_ptr,
+    dresidual_ptr,
+    dbranch_ptr,  # None: nothing was dropped, dresidual serves as both
+    sums_ptr,  # [programs, the sums asked for, cols]
+    rows,
+    cols,
+    dy_stride,
+    dstream_stride,
+    stream_stride,
+    P: tl.constexpr,
+    RMS: tl.constexpr,
+    DWEIGHT: tl.constexpr,
+    DNORM_BIAS: tl.constexpr,
+    DBRANCH_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    POST: tl.constexpr,  # dstream belongs to y
+):
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    inside = col < cols
+    if dy_ptr is not None:
+        weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dnorm_bias = tl.zeros([BLOCK], tl.float32)
+    dbranch_bias = tl.zeros([BLOCK], tl.float32)
+    for i in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(i, tl.int64)
+        dx = tl.zeros([BLOCK], tl.float32)
+        if dy_ptr is not None:
+            dy = tl.load(dy_ptr + row * dy_stride + col, mask=inside, other=0.0).to(tl.float32)
+            if POST:
+                dy += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
+            xhat = tl.load(stream_ptr + row * stream_stride + col, mask=inside, other=0.0).to(tl.float32)
+            rstd = tl.load(stats_ptr + row)
+            g = dy * weight
+            if RMS:
+                xhat *= rstd
+                dx = (g - xhat * (tl.sum(g * xhat, 0) / cols)) * rstd
+            else:
+                xhat = (xhat - tl.load(stats_ptr + rows + row)) * rstd
+                # both sums in one reduction: the warps wait for each other once a row, not twice
+                mean_gx, mean_g = tl.split(tl.sum(tl.join(g * xhat, g), 0) / cols)
+                dx = (g - mean_g - xhat * mean_gx) * rstd
+            if DWEIGHT:
+                dweight += dy * xhat
+            if DNORM_BIAS:
+                dnorm_bias += dy
+        if dstream_ptr is not None and not POST:
+            dx += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dresidual_ptr + row * cols + col, dx.to(dresidual_ptr.dtype.element_ty), mask=inside)
+        if dbranch_ptr is not None:
+            first, second = row_words(key_ptr, row)
+            dx = tl.where(keeps(first, second, col, P), dx * (1 / (1 - P)), 0.0)
+            tl.store(dbranch_ptr + row * cols + col, dx.to(dbranch_ptr.dtype.element_ty), mask=inside)
+        if DBRANCH_BIAS:
+            dbranch_bias += dx
+    sums_ptr += program.to(tl.int64) * (DWEIGHT + DNORM_BIAS + DBRANCH_BIAS) * cols + col
+    if DWEIGHT:
+        tl.store(sums_ptr, dweight, mask=inside)
+    if DNORM_BIAS:
+        tl.store(sums_ptr + DWEIGHT * cols, dnorm_bias, mask=inside)
+    if DBRANCH_BIAS:
+        tl.store(sums_ptr + (DWEIGHT + DNORM_BIAS) * cols, dbranch_bias, mask=inside)
+
+
+@jit
+def _sum_kernel(
+    sums_ptr,  # [programs, the sums asked for, cols]
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    programs,
+    cols,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    row = tl.arange(0, ROWS)[:, None]
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    which = tl.program_id(1)
+    at = (row * tl.num_programs(1) + which).to(tl.int64) * cols + col
+    total = tl.sum(tl.load(sums_ptr + at, mask=(row < programs) & (col < cols), other=0.0), 0)
+    if which == 0:
+        tl.store(first_ptr + col, total.to(first_ptr.dtype.element_ty), mask=col < cols)
+    elif which == 1:
+        tl.store(second_ptr + col, total.to(second_ptr.dtype.element_ty), mask=col < cols)
+    else:
+        tl.store(third_ptr + col, total.to(third_ptr.dtype.element_ty), mask=col < cols)
+
+
+def packed(x: X) -> X:
+    """The kernels go from row to row in any stride, but through a row one by one."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """y, stream, stats. Without a branch the residual is the stream; an op may not return it, so `stream` is empty."""
+    rows, cols = residual.shape
+    stats = residual.new_empty(1 if rms else 2, rows, dtype=torch.promote_types(residual.dtype, torch.float32))
+    return residual.new_empty(rows, cols), residual.new_empty(0 if branch is None else rows, cols), stats
+
+
+def launch_add_norm(
+    branch: Tensor | None,
+    residual: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    p: float,
+    key: Tensor | None,
+    post: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, stream, stats = new_outputs(branch, residual, rms)
+    branch, residual, (rows, cols) = packed(branch), packed(residual), residual.shape
+    if rows:
+        # A program has one row, a warp 1024 channels, a thread 32: four 16-byte loads of each bf16 tensor in flight,
+        # registers for about 24 warps a processor; and up to 1024 channels the sums need no barrier.
+        block = next_power_of_2(cols)
+        _norm_kernel[(rows,)](
+            branch,
+            residual,
+            packed(branch_bias),
+            packed(weight),
+            packed(norm_bias),
+            key,
+            y,
+            stream,
+            stats,
+            rows,
+            cols,
+            0 if branch is None else branch.stride(0),
+            residual.stride(0),
+            eps,
+            P=p,
+            RMS=rms,
+            BLOCK=block,
+            num_warps=max(1, block // 1024),
+        )
+    return y, stream, stats
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def launch_norm_backward(
+    dy: Tensor | None,
+    dstream: Tensor | None,
+    stream: Tensor,
+    stats: Tensor,
+    weight: Tensor,
+    weight_dtype: torch.dtype | None,
+    norm_bias_dtype: torch.dtype | None,
+    branch_bias_dtype: torch.dtype | None,
+    p: float,
+    key: Tensor | None,
+    post: bool,
+) -> list[Tensor]:
+    inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, key)
+    dy, dstream, stream, (rows, cols) = packed(dy), packed(dstream), packed(stream), stream.shape
+    if rows == 0:
+        return inputs + [total.zero_() for total in sums]
+    # A thread has 16 channels and their sums, and 8 warps fill a processor: then a thread may use all of its 255
+    # registers and every program is resident. While a row is in work the next two are being loaded: 8 warps * 32
+    # threads * 16 channels * 3 tensors * 2 rows, 48 KiB of bf16, more than a processor's share of the memory's
+    # bandwidth times its latency. More programs would mean more partial sums to write and to add. Rows of more than
+    # 4096 channels have a program of up to 32 warps to themselves.
+    block = next_power_of_2(cols)
+    num_warps = max(1, block // 512)
+    programs = min(rows, num_processors(stream.device) * max(1, 8 // num_warps))
+    partial = stream.new_empty(programs, len(sums), cols, dtype=torch.float32)
+    _norm_backward_kernel[(programs,)](
+        dy,
+        dstream,
+        stream,
+        stats,
+        packed(weight),
+        key,
+        inputs[0],
+        inputs[1] if len(inputs) == 2 else None,
+        partial,
+        rows,
+        cols,
+        0 if dy is None else dy.stride(0),
+        0 if dstream is None else dstream.stride(0),
+        stream.stride(0),
+        P=p,
+        RMS=stats.shape[0] == 1,
+        DWEIGHT=weight_dtype is not None,
+        DNORM_BIAS=norm_bias_dtype is not None,
+        DBRANCH_BIAS=branch_bias_dtype is not None,
+        BLOCK=block,
+        STAGES=3 if block * stream.element_size() <= 32768 else 1,  # shared memory holds two rows up to this size
+        POST=post and dy is not None and dstream is not None,
+        num_warps=num_warps,
+    )
+    if sums:  # 512 threads with 32 partial sums each, in columns of at least 64 bytes
+        lines = next_power_of_2(programs)
+        columns = min(block, max(16, 16384 // lines))
+        _sum_kernel[(cdiv(cols, columns), len(sums))](
+            partial,
+            *(sums[min(i, len(sums) - 1)] for i in range(3)),
+            programs,
+            cols,
+            ROWS=lines,
+            COLS=columns,
+            num_warps=16,
+        )
+    return inputs + sums
+
+
+def new_gradients(
+    stream: Tensor,
+    weight_dtype: torch.dtype | None,
+    norm_bias_dtype: torch.dtype | None,
+    branch_bias_dtype: torch.dtype | None,
+    key: Tensor | None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of the activations, and of the parameters."""
+    dtypes = [dtype for dtype in (weight_dtype, norm_bias_dtype, branch_bias_dtype) if dtype is not None]
+    inputs = [stream.new_empty(stream.shape) for _ in range(1 if key is None else 2)]
+    return inputs, [stream.new_empty(stream.shape[1], dtype=dtype) for dtype in dtypes]
+
+
+@torch.library.custom_op("stretto::add_norm", mutates_args=(), device_types="cpu")
+def _add_norm(
+    branch: Tensor | None,
+    residual: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    p: float,
+    key: Tensor | None,
+    post: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, stream (see `new_outputs`), stats"""
+    if INTERPRET:
+        return launch_add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post)
+    y, stream, stats = new_outputs(branch, residual, rms)
+    if branch is not None:
+        residual = stream.copy_(add_ref(branch, residual, branch_bias, p, key))
+    return y.copy_(norm_ref(residual, weight, norm_bias, eps, rms)), stream, stats.copy_(stats_ref(residual, eps, rms))
+
+
+_add_norm.register_kernel("cuda")(launch_add_norm)
+
+
+@_add_norm.register_fake
+def _(
+    branch: Tensor | None,
+    residual: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    p: float,
+    key: Tensor | None,
+    post: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return new_outputs(branch, residual, rms)
+
+
+@torch.library.custom_op("stretto::norm_backward", mutates_args=(), device_types="cpu")
+def _norm_backward(
+    dy: Tensor | None,
+    dstream: Tensor | None,
+    stream: Tensor,
+    stats: Tensor,
+    weight: Tensor,
+    weight_dtype: torch.dtype | None,
+    norm_bias_dtype: torch.dtype | None,
+    branch_bias_dtype: torch.dtype | None,
+    p: float,
+    key: Tensor | None,
+    post: bool,
+) -> list[Tensor]:
+    run = launch_norm_backward if INTERPRET else norm_backward_ref
+    return run(dy, dstream, stream, stats, weight, weight_dtype, norm_bias_dtype, branch_bias_dtype, p, key, post)
+
+
+_norm_backward.register_kernel("cuda")(launch_norm_backward)
+
+
+@_norm_backward.register_fake
+def _(
+    dy: Tensor | None,
+    dstream: Tensor | None,
+    stream: Tensor,
+    stats: Tensor,
+    weight: Tensor,
+    weight_dtype: torch.dtype | None,
+    norm_bias_dtype: torch.dtype | None,
+    branch_bias_dtype: torch.dtype | None,
+    p: float,
+    key: Tensor | None,
+    post: bool,
+) -> list[Tensor]:
+    inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, key)
+    return inputs + sums
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    branch, residual, branch_bias, weight, norm_bias, _, _, ctx.p, key, ctx.post = inputs
+    _, stream, stats = output
+    ctx.save_for_backward(residual if branch is None else stream, stats, weight, key)
+    ctx.dtypes = [None if t is None else t.dtype for t in (weight, norm_bias, branch_bias)]
+    ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
+    ctx.set_materialize_grads(False)  # a result that nobody used has gradient None, and costs nothing
+
+
+def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if ctx.post and dy is None:
+        dy, dstream = dstream, None
+    if dy is None and dstream is None:
+        return (None,) * 10
+    stream, stats, weight, key = ctx.saved_tensors
+    for_branch, _, for_branch_bias, for_weight, for_norm_bias, *_ = ctx.needs_input_grad
+    wanted = (for_weight and dy is not None, for_norm_bias and dy is not None, for_branch_bias)
+    dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
+    gradients = iter(_norm_backward(dy, dstream, stream, stats, weight, *dtypes, ctx.p, key, ctx.post))
+    dresidual = next(gradients)
+    dbranch = dresidual if key is None else next(gradients)
+    dweight, dnorm_bias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
+    return dbranch if for_branch else None, dresidual, dbranch_bias, dweight, dnorm_bias, *(None,) * 5
+
+
+_add_norm.register_autograd(_backward, setup_context=_save)
+
+
+class _Again(torch.autograd.Function):
+    """y as a second result. Its gradient goes where the gradient of `stream` would go, so that the norm's own backward
+    kernel adds it to that of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, stream: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        return None, dy
+
+
+def add_norm(
+    branch: Tensor | None,
+    residual: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    p: float,
+    key: Tensor | None,
+    post: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """y, the norm of stream = residual + dropout(branch + branch_bias), and what the next branch is added to: the
+    stream, or with `post` y. Both [T, C]. Without a branch the residual is the stream."""
+    if branch is None:
+        if branch_bias is not None:
+            raise ValueError("add_norm takes a branch_bias only with a branch")
+        y = norm(residual, weight, norm_bias, eps, rms)
+        return y, y if post else residual
+    if branch.shape != residual.shape or branch.dtype != residual.dtype:
+        raise ValueError(
+            "add_norm takes branch and residual of one shape and dtype, "
+            f"not {list(branch.shape)} {branch.dtype} and {list(residual.shape)} {residual.dtype}"
+        )
+    if not 0 <= p < 1 or (p > 0 and (key is None or key.shape != (2,))):
+        raise ValueError(f"add_norm takes 0 <= p < 1, and a key [2] with p > 0, not p = {p} and key = {key}")
+    check_width(residual, branch_bias, weight, norm_bias)
+    key = key if p > 0 else None
+    y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post)
+    return y, _Again.apply(y, stream) if post else stream
+
+
+def norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    """LayerNorm or RMSNorm of x [T, C]."""
+    check_width(x, weight, norm_bias)
+    y, _, _ = _add_norm(None, x, None, weight, norm_bias, eps, rms, 0.0, None, False)
+    return y
+
+
+def check_width(x: Tensor, *parameters: Tensor | None) -> None:
+    if x.ndim != 2 or not 1 <= x.shape[1] <= MAX_WIDTH:
+        raise ValueError(f"norm takes [tokens, channels] with 1 to {MAX_WIDTH} channels, not {list(x.shape)}")
+    for parameter in parameters:
+        if parameter is not None and parameter.shape != x.shape[1:]:
+            raise ValueError(f"norm of {list(x.shape)} takes parameters [{x.shape[1]}], not {list(parameter.shape)}")

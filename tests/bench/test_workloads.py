@@ -1,0 +1,200 @@
+"""The workloads are what their names say, and every contestant gets the same model, tokens and labels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.batch import IGNORE
+from stretto.bench import peers
+from stretto.bench.batches import CORPUS, Draw, count, draw_batches, draw_lengths, to_batch
+from stretto.bench.contest import make_recipe
+from stretto.bench.workloads import WORKLOADS, LogNormal, Workload, find_workloads, fit_to_device
+from stretto.config import ModelConfig, build_config
+from stretto.errors import ConfigError
+from stretto.model import build_model
+from tests.hf_weights import translate
+
+# layers, width, heads, inner width, vocabulary, dropout, attention dropout
+GPT2_SMALL = (12, 768, 12, 0, 50304, 0.0, 0.0)
+BERT_LARGE = (24, 1024, 16, 0, 30528, 0.1, 0.1)
+BIG = (6, 1024, 16, 0, 40960, 0.1, 0.0)
+SHAPES: dict[str, tuple[Any, ...]] = {  # the model's; then rows and length of a batch, or the budget
+    "gpt2_small_32x1024": (GPT2_SMALL, 32, 1024),
+    "gpt2_medium_16x1024": ((24, 1024, 16, 0, 50304, 0.0, 0.0), 16, 1024),
+    "llama1b_4x4096": ((16, 2048, 32, 8192, 128256, 0.0, 0.0), 4, 4096),
+    "bert_large_256x128": (BERT_LARGE, 256, 128),
+    "bert_large_64x512": (BERT_LARGE, 64, 512),
+    "bert_large_64x512_padded": (BERT_LARGE, 64, 512),
+    "transformer_big_mt_16k": (BIG, 16384),
+    "transformer_big_mt_512": (BIG, 512),
+    "transformer_big_fixed_512x32": (BIG, 512, 32),
+    "transformer_big_fixed_16x32": (BIG, 16, 32),
+    "bert_large_8x128": (BERT_LARGE, 8, 128),
+    "gpt2_small_1x1024": (GPT2_SMALL, 1, 1024),
+    "vit_base_256": ((12, 768, 12, 0, 0, 0.0, 0.0), 256, 0),
+}
+
+
+def configure(workload: Workload, **changes: Any) -> ModelConfig:
+    return replace(build_config(make_recipe(workload, "stretto plain")).model, **changes)
+
+
+def draw(name: str, **changes: Any) -> tuple[Draw, ...]:
+    workload = replace(WORKLOADS[name], **changes)
+    return tuple(draw_batches(workload, configure(workload)))
+
+
+def test_every_model_and_batch_has_its_defined_shape() -> None:
+    assert SHAPES.keys() == WORKLOADS.keys()
+    for name, (model, *batch) in SHAPES.items():
+        workload, cfg = WORKLOADS[name], configure(WORKLOADS[name])
+        dropouts = (cfg.dropout, cfg.attention_dropout)
+        assert (cfg.layers, cfg.width, cfg.heads, cfg.mlp_width, cfg.vocab, *dropouts) == model, name
+        assert ([workload.budget] if workload.budget else [workload.rows, workload.length]) == batch, name
+        assert cfg.kv_heads == (8 if name.startswith("llama") else 0)
+        assert cfg.label_smoothing == 0.0 and (cfg.kind == "vit" or cfg.tied)
+        assert cfg.norm_order == ("post" if name.startswith(("bert", "transformer")) else "pre")
+        assert workload.bf16_weights == name.startswith("llama")
+
+
+@pytest.mark.parametrize("name", ["gpt2_small_1x1024", "bert_large_8x128", "transformer_big_fixed_16x32"])
+def test_full_rows_are_dense_and_differ_between_batches(name: str) -> None:
+    workload, cfg = WORKLOADS[name], configure(WORKLOADS[name])
+    draws = draw(name)
+    assert len(draws) == 4 and len({some.labels.tobytes() for some in draws}) == 4
+    for some in draws:
+        batch = to_batch(some, cfg)
+        assert batch.inputs is not None and batch.inputs.layout.dense and batch.inputs.layout.lengths is None
+        assert batch.counts.tokens == batch.counts.slots == batch.inputs.ids.numel() == workload.rows * workload.length
+        assert "attention_mask" not in peers.to_inputs(some, cfg)
+        assert int(batch.inputs.ids.max()) < cfg.vocab
+
+
+def test_causal_labels_are_the_next_token() -> None:
+    (some, *_) = draw("gpt2_small_32x1024", num_batches=1)
+    assert some.inputs is not None
+    ids, labels = (values.reshape(32, 1024) for values in (some.inputs.ids, some.labels))
+    assert (labels[:, :-1] == ids[:, 1:]).all() and (labels[:, -1] == IGNORE).all()
+    assert count(some).labels == 32 * 1023
+
+
+@pytest.mark.parametrize("name", ["bert_large_64x512", "bert_large_64x512_padded"])
+def test_masked_lm_predicts_15_percent_of_the_real_tokens(name: str) -> None:
+    cfg = configure(WORKLOADS[name])
+    for some in draw(name):
+        batch = to_batch(some, cfg)
+        assert batch.label_at is not None and batch.inputs is not None
+        assert len(batch.labels) == len(batch.label_at) == batch.counts.labels == round(0.15 * batch.counts.tokens)
+        assert int(batch.label_at.max()) < batch.inputs.ids.numel() and (batch.labels != IGNORE).all()
+
+
+def test_padded_bert_has_about_35_percent_real_tokens_and_stretto_packs_them() -> None:
+    cfg = configure(WORKLOADS["bert_large_64x512_padded"])
+    draws = draw("bert_large_64x512_padded")
+    counts = [count(some) for some in draws]
+    assert all(c.slots == 64 * 512 for c in counts)
+    assert 0.31 < sum(c.tokens for c in counts) / sum(c.slots for c in counts) < 0.39
+    for some, c in zip(draws, counts, strict=True):
+        batch, inputs = to_batch(some, cfg), peers.to_inputs(some, cfg)
+        assert some.inputs is not None and some.inputs.lengths.min() >= 8 and some.inputs.lengths.max() <= 512
+        assert batch.inputs is not None and not batch.inputs.layout.dense
+        assert batch.inputs.ids.numel() == c.tokens == int(inputs["attention_mask"].sum())
+        assert inputs["input_ids"].shape == (64, 512)
+
+
+def test_lengths_follow_their_distribution() -> None:
+    lengths = draw_lengths(LogNormal(140, 0.8, 8, 512), 20_000, np.random.default_rng(1))
+    assert np.median(lengths) == pytest.approx(140, rel=0.03)
+    assert np.log(lengths[(lengths > 8) & (lengths < 512)] / 140).std() == pytest.approx(0.71, abs=0.03)  # 0.8, cut
+    assert (lengths == 512).mean() == pytest.approx(0.0526, abs=0.01)  # P(N > ln(512 / 140) / 0.8)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("transformer_big_mt_16k", 16384), ("transformer_big_mt_512", 512)])
+def test_sentences_fill_their_budget_with_little_padding(name: str, budget: int) -> None:
+    cfg, ratios, sources = configure(WORKLOADS[name]), [], []
+    draws = draw(name)
+    assert len(draws) == 8
+    for some in draws:
+        batch, inputs = to_batch(some, cfg), peers.to_inputs(some, cfg)
+        assert some.inputs is not None and some.source is not None and batch.source is not None
+        slots = [inputs[key].numel() for key in ("input_ids", "labels")]
+        assert 0.7 * budget < max(slots) <= budget
+        assert some.source.lengths.min() >= 4 and some.source.lengths.max() <= 200
+        assert batch.counts.tokens == batch.counts.labels == int((inputs["labels"] != IGNORE).sum())
+        assert batch.counts.source_tokens == batch.source.ids.numel() == int(inputs["attention_mask"].sum())
+        ratios += (some.inputs.lengths / some.source.lengths).tolist()
+        sources += some.source.lengths.tolist()
+    assert np.mean(ratios) == pytest.approx(1.0, abs=0.1)
+    assert budget < 1000 or np.std(ratios) == pytest.approx(0.15, abs=0.04)  # a small batch is a slice of the ratios
+    assert 15 < np.median(sources) < 35 and len(sources) < CORPUS
+
+
+def test_the_decoder_reads_the_start_symbol_then_what_it_should_have_written() -> None:
+    (some, *_) = draw("transformer_big_fixed_16x32", num_batches=1)
+    assert some.inputs is not None
+    ids, labels = (values.reshape(16, 32) for values in (some.inputs.ids, some.labels))
+    assert (ids[:, 0] == 0).all() and (ids[:, 1:] == labels[:, :-1]).all() and (labels > 0).all()
+
+
+def test_images() -> None:
+    (some, *_) = draw("vit_base_256", num_batches=1, rows=3)
+    assert some.pixels is not None and some.pixels.shape == (3, 3, 224, 224) and count(some).tokens == 3
+    assert some.labels.max() < 1000
+
+
+def test_everyone_draws_the_same() -> None:
+    first, second = draw("transformer_big_mt_512"), draw("transformer_big_mt_512")
+    assert all((a.labels == b.labels).all() for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", [n for n in WORKLOADS if not n.startswith(("bert_large_8", "gpt2_small_1"))])
+def test_stretto_and_the_peer_compute_the_same_loss_from_the_same_weights(name: str) -> None:
+    """Of the tiny version, without dropout. `translate` raises unless every parameter has its counterpart."""
+    workload = fit_to_device(WORKLOADS[name], "cpu")
+    cfg = configure(workload, dropout=0.0, attention_dropout=0.0)
+    torch.manual_seed(0)
+    theirs = peers.build_model(cfg, torch.float32)
+    ours = build_model(cfg, "cpu")
+    ours.load_state_dict(translate(theirs, ours, lambda parameter: parameter.data))
+    assert theirs.training and ours.training
+    for some in draw_batches(workload, cfg):
+        batch = to_batch(some, cfg)
+        with torch.no_grad():
+            loss = theirs(**peers.to_inputs(some, cfg)).loss
+            torch.testing.assert_close(ours(batch) / batch.counts.labels, loss, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2_medium_16x1024", "llama1b_4x4096", "bert_large_64x512", "transformer_big_mt_16k", "vit_base_256"],
+)
+def test_full_sizes_have_equal_numbers_of_parameters(name: str) -> None:
+    cfg = configure(WORKLOADS[name])
+    with torch.device("meta"):
+        theirs = peers.build_model(cfg, torch.float32)
+    trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)  # Marian's table of sines is not
+    assert trained == sum(p.numel() for p in build_model(cfg).parameters()) > 8e7
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["gpt2_small_1x1024", "bert_large_8x128", "transformer_big_mt_512"])
+def test_the_peer_drops_out_as_asked(name: str, dropout: float) -> None:
+    workload = fit_to_device(WORKLOADS[name], "cpu")
+    cfg = configure(workload, dropout=dropout, attention_dropout=0.0)
+    theirs = peers.build_model(cfg, torch.float32)
+    inputs = peers.to_inputs(draw_batches(workload, cfg)[0], cfg)
+    with torch.no_grad():
+        assert (theirs(**inputs).loss == theirs(**inputs).loss) == (dropout == 0.0)
+
+
+def test_names() -> None:
+    assert find_workloads(["all"]) == list(WORKLOADS)
+    assert find_workloads(["vit_base_256", "vit_base_256"]) == ["vit_base_256"]
+    with pytest.raises(ConfigError, match="gpt3"):
+        find_workloads(["vit_base_256", "gpt3"])
+    assert fit_to_device(WORKLOADS["vit_base_256"], "cuda") is WORKLOADS["vit_base_256"]

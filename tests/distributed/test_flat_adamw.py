@@ -1,0 +1,146 @@
+"""The flat AdamW over weights that are split between two real processes (gloo, FSDP2) is the one of a single process,
+bit for bit: both processes see the same data, so that averaged gradients are exactly those of one.
+
+This file is also what each process runs:
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.distributed.test_flat_adamw OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from stretto import checkpoint
+from stretto.config import FusedConfig, OptimConfig
+from stretto.optim import build_optimizer, clip_gradients, weight_writer
+from tests.distributed.test_data_parallel import find_port
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[2]
+WAYS = {
+    f"{weights}-{moments}": FusedConfig(weights=weights, moments=moments)  # type: ignore[arg-type]
+    for weights, moments in product(("fp32", "split", "bf16"), ("fp32", "bf16"))
+}
+SHAPES = {"even": (40, 6), "uneven": (41, 5), "row": (1, 7), "vector": (3,)}  # the second process has no part of `row`
+
+
+def noise(step: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    seed = 100 * step + list(SHAPES).index(name)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+
+
+class Net(nn.Module):
+    """Its loss is linear: the gradients of step i are noise(i)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+
+    def forward(self, step: int, spoil: bool) -> Tensor:
+        factors = {name: noise(step, name, shape) for name, shape in SHAPES.items()}
+        if spoil:
+            factors["uneven"][40, 3] = torch.inf  # the second process's part
+        return torch.stack([(p.float() * factors[name]).sum() for name, p in self.named_parameters()]).sum()
+
+
+class Training:
+    def __init__(self, way: FusedConfig) -> None:
+        self.model: Any = Net(torch.float32 if way.weights == "fp32" else torch.bfloat16)
+        if dist.is_initialized():
+            fully_shard(self.model)
+        self.model.to_empty(device="cpu")
+        self.optimizer: Any = build_optimizer(self.model, OptimConfig(lr=1e-2), way, seed=4)
+        write = weight_writer(self.optimizer)
+        for name, parameter in self.model.named_parameters():
+            write(parameter, noise(99, name, SHAPES[name]) * 0.1234567)
+
+    def run(self, first: int, last: int, spoil: int = -1) -> Training:
+        for step in range(first, last):
+            self.model(step, step == spoil).backward()
+            norm = clip_gradients(self.model, self.optimizer, 1.0)
+            assert bool(norm.isfinite()) == (step != spoil)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def shot(self, step: int) -> checkpoint.Snapshot:
+        return checkpoint.snapshot(self.model, self.optimizer, {"step": step, "best_step": 0})
+
+    def resume(self, shot: checkpoint.Snapshot) -> Training:
+        checkpoint.restore_weights(self.model, shot, weight_writer(self.optimizer))
+        checkpoint.restore_moments(self.model, self.optimizer, shot)
+        return self
+
+
+def main(out: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    sizes = {}
+    for name, way in WAYS.items():
+        training = Training(way)
+        sizes = {key: p.to_local().numel() for key, p in training.model.named_parameters()}
+        shots = {
+            "whole": training.run(0, 6, spoil=2).shot(6),
+            "resumed": Training(way).resume(checkpoint.load(out / "one" / name, 3)).run(3, 6).shot(6),
+        }
+        if dist.get_rank() == 0:
+            for kind, shot in shots.items():
+                checkpoint.save(out / kind / name, shot, keep=1)
+    (out / f"sizes.{dist.get_rank()}.json").write_text(json.dumps(sizes))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flat")
+    for name, way in WAYS.items():
+        checkpoint.save(folder / "one" / name, Training(way).run(0, 3, spoil=2).shot(3), keep=1)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(find_port()),
+    ]
+    done = subprocess.run(
+        [*torchrun, "-m", "tests.distributed.test_flat_adamw", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["whole", "resumed"])
+@pytest.mark.parametrize("name", WAYS)
+def test_two_processes_equal_one(runs: Path, name: str, kind: str) -> None:
+    """Through an update that is cancelled because of one process's part; and from a checkpoint of a single process."""
+    one, two = Training(WAYS[name]).run(0, 6, spoil=2).shot(6), checkpoint.load(runs / kind / name, 6)
+    for mine, theirs in ((one.weights, two.weights), (one.moments, two.moments)):
+        assert mine.keys() == theirs.keys()
+        for key, value in mine.items():
+            assert torch.equal(theirs[key], value), key
+    assert one.moments["step/row"] == 5.0
+    other = Training(WAYS[name]).run(0, 6).shot(6)  # the control: nothing was cancelled
+    assert not torch.equal(other.weights["even"], two.weights["even"])
+
+
+def test_parts_are_uneven_and_one_is_empty(runs: Path) -> None:
+    sizes = [json.loads((runs / f"sizes.{rank}.json").read_text()) for rank in (0, 1)]
+    assert [size["uneven"] for size in sizes] == [105, 100] and [size["row"] for size in sizes] == [7, 0]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,226 @@
+"""The whole MLP as one operation: parity, what it keeps, which products it computes, and recomputation bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from stretto.ops import mlp as family
+from stretto.ops.activation import KINDS
+from stretto.ops.mlp import mlp, mlp_ref
+from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, error, rand, results, strided
+
+KEY = torch.tensor([0x123456789ABCDEF0, -7], device=DEVICE)
+NAMES = ["x", "up_weight", "up_bias", "down_weight", "down_bias"]
+
+# poisoned memory comes with torch's deterministic mode, which has a word to say about cuBLAS
+pytestmark = pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled")
+
+
+def arguments(kind: str, tokens: int = 7, width: int = 12, inner: int = 20, **options: Any) -> list[Tensor]:
+    """x, up_weight, up_bias, down_weight, down_bias"""
+    rows = 2 * inner if kind == "swiglu" else inner
+    shapes = [(tokens, width), (rows, width), (rows,), (width, inner), (width,)]
+    return [rand(*shape, seed=i, scale=1.0 if i == 0 else 0.5, **options) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parity(kind: str, dtype: torch.dtype, recompute: bool) -> None:
+    for tokens, p in (37, 0.0), (37, 0.3), (0, 0.3):
+        assert_parity(
+            lambda *args, p=p: mlp(*args, kind, p, KEY, recompute),
+            lambda *args, p=p: mlp_ref(*args, kind, p, KEY),
+            arguments(kind, tokens, 33, 55),
+            dtype,
+        )
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parity_without_biases(kind: str, dtype: torch.dtype, recompute: bool) -> None:
+    x, up_weight, _, down_weight, _ = arguments(kind, 19)
+    assert_parity(
+        lambda x, up, down: mlp(x, up, None, down, None, kind, 0.2, KEY, recompute),
+        lambda x, up, down: mlp_ref(x, up, None, down, None, kind, 0.2, KEY),
+        [x, up_weight, down_weight],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputing_changes_no_bit(kind: str, dtype: torch.dtype) -> None:
+    for p in (0.0, 0.3):
+        kept, recomputed = (
+            results(lambda *args, p=p, r=r: mlp(*args, kind, p, KEY, r), arguments(kind, dtype=dtype))
+            for r in (False, True)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_may_be_wider_than_the_activations(kind: str) -> None:
+    """fp32 parameters under bf16 activations: as near to fp64 as bf16 parameters, gradients in fp32."""
+    args = arguments(kind)
+    assert_parity(
+        lambda x, *parameters: mlp(x, *(t.float() for t in parameters), kind, 0.2, KEY, True),
+        lambda *args: mlp_ref(*args, kind, 0.2, KEY),
+        args,
+        torch.bfloat16,
+    )
+    out, dx, *gradients = results(
+        lambda x, *parameters: mlp(x, *parameters, kind, 0.2, KEY, True), [args[0].bfloat16(), *args[1:]]
+    )
+    assert (out.dtype, dx.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert {g.dtype for g in gradients} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_rules_as_it_does_for_linear(kind: str) -> None:
+    x, *parameters = arguments(kind)
+
+    def under_autocast(*args: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return mlp(*args, kind, 0.0, None, True)
+
+    got = results(under_autocast, [x, *parameters])
+    out, dx, *gradients = results(lambda *args: mlp(*args, kind, 0.0, None, True), [x.bfloat16(), *parameters])
+    assert got[0].dtype == torch.bfloat16 and {t.dtype for t in got[1:]} == {torch.float32}
+    for a, b in zip(got, [out, dx.float(), *gradients], strict=True):
+        assert torch.equal(a, b)
+
+
+# bytes per token in bf16: (of width, of inner width) when h is kept, and when it is recomputed
+KEPT_BYTES = {"gelu": (4, 2), "gelu_tanh": (4, 2), "relu": (2, 2), "swiglu": (6, 4)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept(kind: str) -> None:
+    tokens, width, inner = 5, 8, 64
+    for recompute in (False, True):
+        args = [t.requires_grad_() for t in arguments(kind, tokens, width, inner, dtype=torch.bfloat16)]
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            out = mlp(*args, kind, 0.1, KEY, recompute)
+        for parameter in (*args[1:], KEY):
+            kept.pop(parameter.data_ptr())
+        assert sum(kept.values()) == tokens * (2 * width + KEPT_BYTES[kind][recompute] * inner)
+        assert out.requires_grad
+
+
+def count_products(*, kind: str = "gelu", recompute: bool = True, frozen: tuple[str, ...] = ()) -> int:
+    """Matrix products of a backward pass; the gradients that it does give are checked."""
+    args = arguments(kind)
+    exact = dict(zip(["out", *NAMES], results(lambda *args: mlp_ref(*args, kind, 0.3, KEY), args), strict=True))
+    leaves = [t.requires_grad_(name not in frozen) for name, t in zip(NAMES, args, strict=True)]
+    out = mlp(*leaves, kind, 0.3, KEY, recompute)
+    with profile(activities=[ProfilerActivity.CPU]) as record:
+        out.backward(rand(*out.shape, seed=100))  # the gradient that `results` uses
+    for name, leaf in zip(NAMES, leaves, strict=True):
+        assert (leaf.grad is None) == (name in frozen)
+        assert leaf.grad is None or error(leaf.grad, exact[name]) < 2e-6
+    counts = {event.key: event.count for event in record.key_averages()}
+    assert "aten::zeros" not in counts  # no made-up gradients for the outputs that only this pass reads
+    return counts.get("aten::mm", 0)
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [("gelu", False), ("gelu", True), ("relu", True)])
+def test_only_needed_gradients_are_computed(kind: str, recompute: bool) -> None:
+    """Of the four products of a backward pass, those whose result nobody asked for are left out."""
+    options: dict[str, Any] = {"kind": kind, "recompute": recompute}
+    assert count_products(**options) == 4
+    assert count_products(**options, frozen=("up_weight",)) == 3
+    assert count_products(**options, frozen=("down_weight", "down_bias")) == 3
+    assert count_products(**options, frozen=("x",)) == 3
+    assert count_products(**options, frozen=("up_bias", "down_bias")) == 4
+    assert count_products(**options, frozen=("x", "up_weight", "up_bias")) == 1  # h, recomputed without a gradient
+    assert count_products(**options, frozen=("x", "up_weight", "up_bias", "down_weight")) == 0
+
+
+def test_x_may_be_strided() -> None:
+    args = arguments("gelu")
+    expected = mlp(*args, "gelu", 0.3, KEY, True)
+    for x in strided(args[0]), args[0].t().contiguous().t():
+        torch.testing.assert_close(mlp(x, *args[1:], "gelu", 0.3, KEY, True), expected)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "relu", "swiglu"])
+def test_op(kind: str) -> None:
+    args = arguments(kind)
+    for recompute in (False, True):
+        leaves = [t.clone().requires_grad_() for t in args]
+        assert_op(family._mlp, (*leaves, kind, 0.2, KEY, recompute))
+    kept, h = family._mlp(*args, kind, 0.2, KEY, True)[1:]
+    backward = (rand(7, 12, seed=100), *args[:4], kept, h, kind, 0.2, KEY, True)
+    assert_op(family._mlp_backward, (*backward, [True] * 5))
+    assert_op(family._mlp_backward, (*backward, [True, False, False, False, False]))
+    assert_op(family._mlp_backward, (*backward, [False, False, False, True, True]))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_compiles(recompute: bool) -> None:
+    assert_compiles(lambda *args: mlp(*args, "gelu", 0.2, KEY, recompute), arguments("gelu"))
+
+
+def test_compiles_under_autocast() -> None:
+    def under_autocast(*args: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return mlp(*args, "swiglu", 0.2, KEY, True)
+
+    assert_compiles(under_autocast, arguments("swiglu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_gradients(kind: str) -> None:
+    args = [t.double().requires_grad_() for t in arguments(kind, 3, 4, 5)]
+    assert torch.autograd.gradcheck(lambda *args: mlp_ref(*args, kind, 0.3, KEY), args)
+
+
+def test_shapes_are_checked() -> None:
+    x, up_weight, up_bias, down_weight, down_bias = arguments("gelu")
+    with pytest.raises(ValueError, match=r"up \[2 \* inner, width\].*not \[7, 12\], \[20, 12\], \[12, 20\]"):
+        mlp(x, up_weight, up_bias, down_weight, down_bias, "swiglu", 0.0, None, False)
+    with pytest.raises(ValueError, match=r"the up bias is \[20\], not \[12\]"):
+        mlp(x, up_weight, down_bias, down_weight, down_bias, "gelu", 0.0, None, False)
+    with pytest.raises(ValueError, match="needs a key"):
+        mlp(x, up_weight, up_bias, down_weight, down_bias, "gelu", 0.1, None, False)
+
+
+def test_a_wrong_recomputation_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward kernel gives h without its dropout: the gradient of down_weight is wrong, and only if h is used."""
+
+    def parity(recompute: bool) -> None:
+        assert_parity(
+            lambda *args: mlp(*args, "gelu", 0.3, KEY, recompute),
+            lambda *args: mlp_ref(*args, "gelu", 0.3, KEY),
+            arguments("gelu"),
+            torch.float32,
+        )
+
+    parity(recompute=True)
+    for name in ("launch_activate_backward", "activate_backward_ref"):
+        right = getattr(family, name)
+
+        def wrong(
+            dh: Tensor, kept: Tensor, bias: Tensor, kind: str, p: float, *rest: Any, right: Any = right, **named: Any
+        ) -> Any:
+            dx, h, dbias = right(dh, kept, bias, kind, p, *rest, **named)
+            return dx, family._activate(kept, bias, kind, 0.0, None) if h.numel() else h, dbias
+
+        monkeypatch.setattr(family, name, wrong)
+    parity(recompute=False)
+    with pytest.raises(AssertionError, match="result 4"):
+        parity(recompute=True)

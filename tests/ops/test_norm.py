@@ -1,0 +1,346 @@
+"""LayerNorm and RMSNorm with bias, dropout and residual add in front: forward, every gradient, and who uses what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops import norm as family
+from stretto.ops.dropout import dropout, hash_ref
+from stretto.ops.language import INTERPRET
+from stretto.ops.norm import MAX_WIDTH, add_norm, add_norm_ref, norm, norm_ref
+from tests.ops.checks import (
+    DEVICE,
+    DTYPES,
+    assert_compiles,
+    assert_op,
+    assert_parity,
+    error,
+    rand,
+    results,
+    strided,
+)
+
+KEY = torch.tensor([0x0FEDCBA987654321, 99], device=DEVICE)
+EPS = 1e-5
+Call = Callable[..., Any]
+
+
+def tensors(rows: int, cols: int) -> list[Tensor]:
+    """branch, residual, branch_bias, weight, norm_bias"""
+    activations = [rand(rows, cols, seed=seed) for seed in (1, 2)]
+    return [*activations, *(rand(cols, seed=seed) for seed in (3, 4, 5))]
+
+
+def call(function: Call, rms: bool, p: float, bias: bool = True, norm_bias: bool = True) -> Call:
+    """`function` of the five tensors."""
+
+    def run(branch: Tensor, residual: Tensor, branch_bias: Tensor, weight: Tensor, shift: Tensor) -> Any:
+        key = KEY if p > 0 else None
+        return function(
+            branch, residual, branch_bias if bias else None, weight, shift if norm_bias else None, EPS, rms, p, key
+        )
+
+    return run
+
+
+def only(run: Call, which: int) -> Call:
+    """One of its two results."""
+    return lambda *args: run(*args)[which]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "p"), [((1, 1), 0.3), ((3, 257), 0.3), ((5, 1100), 0.3), ((33, 768), 0.0), ((0, 8), 0.3)]
+)
+@pytest.mark.parametrize("rms", [False, True])
+def test_parity(rms: bool, shape: tuple[int, int], p: float, dtype: torch.dtype) -> None:
+    if INTERPRET and shape == (1, 1) and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter rounds to bf16 towards zero, where plain torch happens to be exact")
+    assert_parity(call(add_norm, rms, p), call(add_norm_ref, rms, p), tensors(*shape), dtype)
+
+
+@pytest.mark.parametrize("norm_bias", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("rms", [False, True])
+def test_what_may_be_left_out(rms: bool, p: float, bias: bool, norm_bias: bool) -> None:
+    fused, plain = (call(function, rms, p, bias, norm_bias) for function in (add_norm, add_norm_ref))
+    assert_parity(fused, plain, tensors(5, 40), torch.float32)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_result_may_stay_unused(which: int, p: float) -> None:
+    for rms in (False, True):
+        fused, plain = (only(call(function, rms, p), which) for function in (add_norm, add_norm_ref))
+        assert_parity(fused, plain, tensors(5, 40), torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own doing
+@pytest.mark.parametrize("used", [(0, 1), (0,), (1,)])
+def test_post_norm_gets_y_twice(used: tuple[int, ...]) -> None:
+    """Each y with a gradient of its own."""
+
+    def fused(*args: Tensor) -> tuple[Tensor, ...]:
+        both = add_norm(*args, EPS, False, 0.3, KEY, post=True)
+        return tuple(both[i] for i in used)
+
+    def plain(*args: Tensor) -> tuple[Tensor, ...]:
+        y, _ = add_norm_ref(*args, EPS, False, 0.3, KEY)
+        return tuple(y.clone() for _ in used)
+
+    for dtype in DTYPES:
+        assert_parity(fused, plain, tensors(5, 40), dtype)
+    if len(used) == 2:
+        assert_compiles(fused, tensors(3, 20))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_norm_alone(rms: bool) -> None:
+    args = [tensors(6, 40)[i] for i in (0, 3, 4)]
+    for dtype in (*DTYPES, torch.float16):
+        assert_parity(lambda *a: norm(*a, EPS, rms), lambda *a: norm_ref(*a, EPS, rms), args, dtype)
+    x, weight, shift = args
+    y, stream = add_norm(None, x, None, weight, shift, EPS, rms, 0.5, KEY)
+    assert stream is x and torch.equal(y, norm(x, weight, shift, EPS, rms))
+
+
+def test_the_reference_is_torchs_norm() -> None:
+    x, _, _, weight, shift = (t.double() for t in tensors(5, 33))
+    torch.testing.assert_close(norm_ref(x, weight, shift, EPS, False), F.layer_norm(x, (33,), weight, shift, EPS))
+    torch.testing.assert_close(norm_ref(x, weight, None, EPS, True), F.rms_norm(x, (33,), weight, EPS))
+    for rms in (False, True):
+        args = [t.double().requires_grad_() for t in tensors(3, 5)]
+        assert torch.autograd.gradcheck(call(add_norm_ref, rms, 0.3), args)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_parameters_may_be_wider_than_activations(rms: bool) -> None:
+    """fp32 parameters over bf16 activations, and gradients in the dtype of what they belong to."""
+
+    def run(function: Call) -> Call:
+        return lambda branch, residual, *parameters: call(function, rms, 0.3)(
+            branch, residual, *(t.float() if t.dtype == torch.bfloat16 else t for t in parameters)
+        )
+
+    args = tensors(9, 40)
+    assert_parity(run(add_norm), run(add_norm_ref), args, torch.bfloat16)
+    leaves = [t.to(d).requires_grad_() for t, d in zip(args, [torch.bfloat16] * 3 + [torch.float32] * 2, strict=True)]
+    y, stream = call(add_norm, rms, 0.3)(*leaves)
+    assert y.dtype == stream.dtype == torch.bfloat16
+    torch.autograd.backward([y, stream], [y.detach(), stream.detach()])
+    assert [t.grad.dtype for t in leaves if t.grad is not None] == [t.dtype for t in leaves]
+
+
+def test_frozen_parameters_cost_no_sums() -> None:
+    """Every subset of the parameters in training gets the gradients it gets when all are."""
+    args = tensors(5, 24)
+    run = only(call(add_norm, False, 0.3), 0)
+    every = results(run, args)[1:]
+    for trained in range(8):
+        leaves = [t.clone().requires_grad_(i < 2 or bool(trained >> i - 2 & 1)) for i, t in enumerate(args)]
+        run(*leaves).backward(rand(5, 24, seed=100))
+        for leaf, gradient in zip(leaves, every, strict=True):
+            assert leaf.requires_grad == (leaf.grad is not None)
+            if leaf.grad is not None:
+                torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_rows_may_be_strided() -> None:
+    branch, residual, *parameters = tensors(5, 33)
+    run = call(add_norm, False, 0.3)
+    expected = results(run, [branch, residual, *parameters])
+
+    def seen_through(view: Call) -> list[Tensor]:
+        """Arguments and output gradients as `view` lays them out."""
+        return results(
+            lambda b, r, *ps: tuple(view(t) for t in run(view(b), view(r), *ps)), [branch, residual, *parameters]
+        )
+
+    for view in (strided, lambda t: t.t().contiguous().t()):
+        for got, exact in zip(seen_through(view), expected, strict=True):
+            torch.testing.assert_close(got, exact)
+    spread = [torch.stack([t, t], 1)[:, 0] for t in parameters]
+    torch.testing.assert_close(run(branch, residual, *spread)[0], expected[0])
+
+
+def test_gradients_may_be_expanded() -> None:
+    """The gradient of a sum has stride 0."""
+    args = [t.requires_grad_() for t in tensors(5, 33)]
+    got, plain = (
+        torch.autograd.grad(sum(t.sum() for t in call(f, False, 0.3)(*args)), args) for f in (add_norm, add_norm_ref)
+    )
+    for a, b in zip(got, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rms", "p"), [(False, 0.2), (True, 0.0)])
+def test_op(rms: bool, p: float) -> None:
+    key = KEY if p > 0 else None
+    branch, residual, branch_bias, weight, shift = (t.requires_grad_() for t in tensors(3, 20))
+    for post in (False, True):
+        assert_op(family._add_norm, (branch, residual, branch_bias, weight, shift, EPS, rms, p, key, post))
+    turned = [rand(20, 3, seed=seed).t().requires_grad_() for seed in (1, 2)]
+    assert_op(family._add_norm, (*turned, None, weight, None, EPS, rms, p, key, False))
+    assert_op(family._add_norm, (None, residual, None, weight, shift, EPS, rms, 0.0, None, False))
+    _, stream, stats = (t.detach() for t in family._add_norm(*turned, None, weight, None, EPS, rms, p, key, False))
+    saved, dtypes = (stream, stats, weight.detach()), (torch.float32, torch.bfloat16, None)
+    for dy, dstream in ((stream, stream.t().contiguous().t()), (stream, None), (None, stream)):
+        assert_op(
+            family._norm_backward, (dy, dstream, *saved, *(dtypes if dy is not None else (None,) * 3), p, key, False)
+        )
+
+
+def test_compiles() -> None:
+    for p in (0.0, 0.2):
+        assert_compiles(call(add_norm, False, p), tensors(3, 20))
+    assert_compiles(only(call(add_norm, True, 0.2), 0), tensors(3, 20))
+    assert_compiles(lambda x, weight: norm(x, weight, None, EPS, True), [rand(3, 20), rand(20)])
+
+
+def test_keeps_one_activation_for_backward() -> None:
+    """The stream; statistics; and what exists anyway: the weight and the key."""
+    kept: list[Tensor] = []
+    args = [t.requires_grad_() for t in tensors(6, 40)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        _, stream = call(add_norm, False, 0.3)(*args)
+    assert [(t.shape, t.dtype) for t in kept] == [
+        ((6, 40), torch.float32),
+        ((2, 6), torch.float32),
+        ((40,), torch.float32),
+        ((2,), torch.int64),
+    ]
+    assert kept[0].data_ptr() == stream.data_ptr()
+
+
+def test_constant_rows() -> None:
+    """Variance 0: y is the bias, and the gradients are finite."""
+    args = tensors(4, 32)
+    args[0], args[1], args[2] = torch.zeros_like(args[0]), torch.full_like(args[1], 3.0), torch.zeros_like(args[2])
+    fused = call(add_norm, False, 0.0)
+    torch.testing.assert_close(fused(*args)[0], args[4].expand(4, 32))
+    assert_parity(fused, call(add_norm_ref, False, 0.0), args, torch.float32)
+
+
+def test_large_mean() -> None:
+    """A thousand times the deviation: what is left of the variance by E[x^2] - mean^2 does not pass."""
+    args = tensors(9, 257)
+    args[1] = args[1] + 1000.0
+    reference = call(add_norm_ref, False, 0.3)
+    assert_parity(call(add_norm, False, 0.3), reference, args, torch.float32)
+
+    def one_pass(*args: Any) -> tuple[Tensor, Tensor]:
+        _, stream = add_norm_ref(*args)
+        weight, shift, eps = args[3:6]
+        mean = stream.mean(1, keepdim=True)
+        variance = stream.square().mean(1, keepdim=True) - mean.square()
+        return (stream - mean) * (variance + eps).rsqrt() * weight + shift, stream
+
+    with pytest.raises(AssertionError, match="plain torch"):
+        assert_parity(call(one_pass, False, 0.3), reference, args, torch.float32)
+
+
+def test_a_weight_of_zero_learns() -> None:
+    args = tensors(7, 40)
+    args[3] = torch.zeros_like(args[3])
+    fused = call(add_norm, False, 0.3)
+    assert_parity(fused, call(add_norm_ref, False, 0.3), args, torch.float32)
+    dweight = results(fused, args)[2 + 3]
+    assert (dweight != 0).all()
+
+
+def test_widest_row() -> None:
+    args = [rand(2, MAX_WIDTH, seed=1), rand(MAX_WIDTH, seed=4)]
+    assert_parity(lambda *a: norm(*a, None, EPS, False), lambda *a: norm_ref(*a, None, EPS, False), args, torch.float32)
+
+
+def test_arguments_are_checked() -> None:
+    branch, residual, branch_bias, weight, shift = tensors(3, 8)
+    with pytest.raises(ValueError, match=r"one shape and dtype, not \[3, 8\] torch.bfloat16"):
+        add_norm(branch.bfloat16(), residual, None, weight, None, EPS, False, 0.0, None)
+    with pytest.raises(ValueError, match=r"one shape"):
+        add_norm(branch[:2], residual, None, weight, None, EPS, False, 0.0, None)
+    with pytest.raises(ValueError, match=r"key \[2\] with p > 0, not p = 0.1"):
+        add_norm(branch, residual, None, weight, None, EPS, False, 0.1, None)
+    with pytest.raises(ValueError, match=r"0 <= p < 1"):
+        add_norm(branch, residual, None, weight, None, EPS, False, 1.0, KEY)
+    with pytest.raises(ValueError, match=r"only with a branch"):
+        add_norm(None, residual, branch_bias, weight, shift, EPS, False, 0.0, None)
+    with pytest.raises(ValueError, match=r"parameters \[8\], not \[7\]"):
+        norm(residual, weight[1:], None, EPS, False)
+    with pytest.raises(ValueError, match=f"1 to {MAX_WIDTH} channels"):
+        norm(torch.empty(1, MAX_WIDTH + 1), torch.empty(MAX_WIDTH + 1), None, EPS, False)
+    with pytest.raises(ValueError, match=r"\[tokens, channels\]"):
+        norm(residual[None], weight, None, EPS, False)
+
+
+def drop_dstream(dy: Tensor, dstream: Tensor, *rest: Any) -> tuple[Any, ...]:
+    return dy, None, *rest
+
+
+def drop_other_elements(*args: Any) -> tuple[Any, ...]:
+    *rest, key, post = args
+    return *rest, key.flip(0), post
+
+
+def ignore_the_mean(dy: Tensor, dstream: Tensor, stream: Tensor, stats: Tensor, *rest: Any) -> tuple[Any, ...]:
+    return dy, dstream, stream, stats[:1].contiguous(), *rest
+
+
+@pytest.mark.parametrize("bug", [drop_dstream, drop_other_elements, ignore_the_mean])
+def test_a_wrong_backward_would_be_seen(bug: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = family._norm_backward
+    monkeypatch.setattr(family, "_norm_backward", lambda *args: right(*bug(*args)))
+    with pytest.raises(AssertionError, match="result 2"):  # the first gradient; the outputs are right
+        assert_parity(call(add_norm, False, 0.3), call(add_norm_ref, False, 0.3), tensors(8, 8), torch.bfloat16)
+
+
+def test_a_transposed_mask_would_be_seen() -> None:
+    def wrong(branch: Tensor, residual: Tensor, _: None, *rest: Any) -> tuple[Tensor, Tensor]:
+        *rest, p, key = rest
+        return add_norm(dropout(branch.t(), p, key).t(), residual, None, *rest, 0.0, None)
+
+    with pytest.raises(AssertionError, match="result 0"):
+        assert_parity(
+            call(wrong, False, 0.3, bias=False),
+            call(add_norm_ref, False, 0.3, bias=False),
+            tensors(8, 8),
+            torch.bfloat16,
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [64, 768, 1000, 1024, 2048, 4096, 8192, MAX_WIDTH])
+@pytest.mark.parametrize("rms", [False, True])
+def test_large_shapes(rms: bool, cols: int, dtype: torch.dtype) -> None:
+    """More rows than programs, at every width that has a launch of its own; and the same bits each time."""
+    args = tensors(1201, cols)
+    fused = call(add_norm, rms, 0.1)
+    assert_parity(fused, call(add_norm_ref, rms, 0.1), args, dtype)
+    for first, second in zip(results(fused, args, dtype), results(fused, args, dtype), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements() -> None:
+    rows, cols, last = 2**17 + 2, MAX_WIDTH, 3
+    branch, residual = (torch.randn(rows, cols, dtype=torch.bfloat16, device=DEVICE).requires_grad_() for _ in range(2))
+    weight, shift = rand(cols, seed=4), rand(cols, seed=5)
+    y, stream = add_norm(branch, residual, None, weight, shift, EPS, False, 0.5, KEY)
+    gradients = torch.autograd.grad([y, stream], [branch, residual], [residual.detach(), branch.detach()])
+    got = [t.detach()[-last:] for t in (y, stream, *gradients)]
+
+    row = torch.arange(rows - last, rows, device=DEVICE)[:, None]
+    keep = hash_ref(KEY, row, torch.arange(cols, device=DEVICE)[None]) >= 2**31
+    b, r = (t.detach()[-last:].double().requires_grad_() for t in (branch, residual))
+    y, stream = add_norm_ref(torch.where(keep, 2 * b, 0.0), r, None, weight, shift, EPS, False, 0.0, None)
+    exact = [y.detach(), stream.detach(), *torch.autograd.grad([y, stream], [b, r], [r.detach(), b.detach()])]
+    for a, e in zip(got, exact, strict=True):
+        assert error(a, e) < 0.01

@@ -1,0 +1,306 @@
+"""Models with the `fused` technique against the same models without it. The kernels by themselves are in tests/ops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute_later
+
+from stretto.batch import Batch, Counts
+from stretto.config import Config, FusedConfig, ModelConfig, TechniquesConfig
+from stretto.errors import ConfigError
+from stretto.model import Decoder, Model, build_model, sites
+from stretto.report import read_events
+from stretto.step import autocast
+from stretto.techniques import apply_all
+from stretto.train import train
+from stretto.weights import materialise
+from tests.conftest import MakeConfig, write_images, write_pairs
+from tests.test_model import CLASSES, CONFIGS, Sample, collate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+KINDS = CONFIGS | {
+    "encoder-decoder-pre": replace(CONFIGS["encoder-decoder"], norm_order="pre", bias=False, tied=False),
+    "decoder-post": replace(CONFIGS["decoder"], norm_order="post", label_smoothing=0.1),
+}
+DROPPING = {"dropout": 0.2, "activation_dropout": 0.1}
+
+
+def build(cfg: ModelConfig, fused: FusedConfig | None = None, dtype: torch.dtype = torch.float32) -> Model:
+    model = build_model(cfg)
+    apply_all(model, TechniquesConfig(fused=fused), sites(model), DEVICE, "bf16" if dtype == torch.bfloat16 else "fp32")
+    materialise(model, cfg, 0, DEVICE)
+    with torch.no_grad():  # values that every precision holds, and norms and biases that do something
+        for i, p in enumerate(model.parameters()):
+            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.05
+            p.copy_((p.cpu() + noise).bfloat16())
+    return model.to(dtype).train()
+
+
+def make_batch(cfg: ModelConfig, form: str = "packed", seed: int = 0) -> Batch:
+    if cfg.kind == "vit":
+        generator = torch.Generator().manual_seed(seed)
+        pixels = torch.randn(5, cfg.channels, cfg.image_size, cfg.image_size, generator=generator)
+        return Batch(torch.arange(5) % CLASSES, Counts(0, 0, 0, 0), (), pixels=pixels).to(DEVICE)
+    lengths = [(7, 5), (1, 9), (13, 1), (4, 4)]
+    return collate(cfg, [Sample.draw(*pair, seed=seed + i) for i, pair in enumerate(lengths)], form).to(DEVICE)
+
+
+def learn(model: Model, batch: Batch, precision: str = "fp32", seed: int = 0) -> dict[str, Tensor]:
+    """The loss, and the gradient of every parameter."""
+    dtype = next(model.parameters()).dtype
+    if batch.pixels is not None:
+        batch = replace(batch, pixels=batch.pixels.to(dtype))
+    torch.manual_seed(seed)
+    with autocast(precision, DEVICE):
+        loss = model(batch)
+    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return {"loss": loss.detach()} | {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Of the loss and of all gradients together, relative, in the Euclidean norm; and that of the worst gradient."""
+    assert found.keys() == exact.keys()
+    every = [name for name in exact if name != "loss"]
+    apart = torch.stack([(found[n].double() - exact[n].double()).norm() for n in every])
+    size = torch.stack([exact[n].double().norm() for n in every])
+    return {
+        "loss": float((found["loss"].double() - exact["loss"].double()).abs() / exact["loss"].double().abs()),
+        "gradients": float(apart.norm() / size.norm()),
+        "worst": float((apart / size.clamp(min=1e-3 * float(size.max()))).max()),
+    }
+
+
+@pytest.mark.parametrize("form", ["packed", "padded"])
+@pytest.mark.parametrize("name", KINDS)
+def test_loss_and_gradients_are_those_of_the_plain_model(name: str, form: str) -> None:
+    cfg = KINDS[name]
+    batch = make_batch(cfg, form)
+    exact = learn(build(cfg, dtype=torch.float64), batch)
+    plain, fused = (errors(learn(build(cfg, fused), batch), exact) for fused in (None, FusedConfig()))
+    for what in plain:
+        assert fused[what] <= 2 * plain[what] + 1e-7, (what, fused[what], plain[what])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_in_bf16_it_is_as_exact_as_a_plain_model_of_bf16_activations(name: str) -> None:
+    """The plain model under autocast keeps its residual stream in fp32; the one to compare with keeps it in bf16."""
+    cfg = KINDS[name]
+    if cfg.positions == "sinusoidal":  # these are fp32, and so would be the plain stream
+        cfg = replace(cfg, positions="learned")
+    batch = make_batch(cfg)
+    exact = learn(build(cfg, dtype=torch.float64), batch)
+    plain = errors(learn(build(cfg, dtype=torch.bfloat16), batch), exact)
+    fused = errors(learn(build(cfg, FusedConfig()), batch, "bf16"), exact)
+    for what in ("loss", "gradients"):
+        assert fused[what] <= 2 * plain[what] + 2e-3, (what, fused[what], plain[what])
+
+
+@pytest.mark.parametrize("name", ["decoder-rotary", "encoder", "encoder-decoder"])
+def test_recomputing_the_mlp_changes_nothing(name: str) -> None:
+    cfg = replace(KINDS[name], **DROPPING)
+    batch = make_batch(cfg)
+    kept, again = (learn(build(cfg, FusedConfig(recompute=on)), batch) for on in (False, True))
+    assert all(torch.equal(kept[key], again[key]) for key in kept)
+
+
+def test_names_do_not_change() -> None:
+    for cfg in KINDS.values():
+        assert build(cfg, FusedConfig()).state_dict().keys() == build(cfg).state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder", "encoder-decoder"])
+def test_dropout_depends_on_the_seed_alone_and_averages_out(name: str) -> None:
+    cfg = replace(KINDS[name], dropout=0.1, activation_dropout=0.1, attention_dropout=0.0)
+    batch, model = make_batch(cfg), build(cfg, FusedConfig())
+    first, again, other = (learn(model, batch, seed=seed)["loss"] for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    plain = build(cfg)
+    with torch.no_grad():
+        ours, theirs = (torch.stack([_loss(m, batch, seed) for seed in range(40)]).double() for m in (model, plain))
+    spread = ((ours.var() + theirs.var()) / 40).sqrt()
+    assert abs(float(ours.mean() - theirs.mean())) < 5 * float(spread)
+
+
+def _loss(model: Model, batch: Batch, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return model(batch)
+
+
+def test_evaluation_is_exact_and_draws_nothing() -> None:
+    cfg = replace(KINDS["encoder"], dropout=0.3)
+    batch, plain, fused = make_batch(cfg), build(cfg).eval(), build(cfg, FusedConfig()).eval()
+    torch.testing.assert_close(fused(batch), plain(batch))
+    assert torch.equal(_loss(fused, batch, 1), _loss(fused, batch, 2))
+
+
+def test_two_models_and_two_forwards_do_not_disturb_each_other() -> None:
+    cfg = replace(KINDS["encoder-decoder"], **DROPPING)
+    one, two = build(cfg, FusedConfig()), build(replace(cfg, norm_order="pre"), FusedConfig())
+    batches = [make_batch(cfg, seed=seed) for seed in (0, 10)]
+    alone = [learn(model, batch, seed=i) for model in (one, two) for i, batch in enumerate(batches)]
+    losses = []
+    for model in (one, two):
+        for i, batch in enumerate(batches):
+            torch.manual_seed(i)
+            losses.append(model(batch))
+    for k in (2, 0, 3, 1):  # backward passes in another order than the forward passes
+        model = (one, two)[k // 2]
+        gradients = torch.autograd.grad(losses[k], list(model.parameters()))
+        for (name, _), gradient in zip(model.named_parameters(), gradients, strict=True):
+            assert torch.equal(gradient, alone[k][name]), name
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder-decoder", "encoder"])
+def test_activation_checkpointing(name: str) -> None:
+    cfg = replace(KINDS[name], attention_dropout=0.1, **DROPPING)
+    batch, model = make_batch(cfg), build(cfg, FusedConfig())
+    kept = learn(model, batch)
+    for site in sites(model)["block"]:
+        block = model.get_submodule(site)
+        forward = block.forward
+        block.forward = lambda *args, f=forward, **kw: recompute_later(f, *args, use_reentrant=False, **kw)  # type: ignore
+    again = learn(model, batch)
+    assert all(torch.equal(kept[key], again[key]) for key in kept)
+
+
+def test_a_frozen_layer_keeps_the_others_right() -> None:
+    cfg = KINDS["encoder-decoder"]
+    batch = make_batch(cfg)
+
+    def frozen(model: Model) -> Model:
+        for name, p in model.named_parameters():
+            p.requires_grad_(not name.startswith(("decoder.blocks.0", "encoder.blocks.1.mlp.up", "embedding")))
+        return model
+
+    plain, fused = learn(frozen(build(cfg)), batch), learn(frozen(build(cfg, FusedConfig())), batch)
+    assert plain.keys() == fused.keys()
+    for name in plain:
+        torch.testing.assert_close(fused[name], plain[name], rtol=1e-4, atol=1e-5)
+
+
+def test_generation_takes_the_plain_path() -> None:
+    for name in ("decoder", "decoder-rotary"):
+        models = build(KINDS[name]).eval(), build(KINDS[name], FusedConfig()).eval()
+        outputs = []
+        for model in models:
+            assert isinstance(model, Decoder)
+            cache = model.start()
+            first = model.decode(torch.tensor([[3, 1, 4]], device=DEVICE), cache)
+            outputs.append(torch.stack([first, model.decode(torch.tensor([[1]], device=DEVICE), cache)]))
+        torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_is_traced_whole(name: str) -> None:
+    cfg = replace(KINDS[name], **DROPPING)
+    batch, model = make_batch(cfg, "padded"), build(cfg, FusedConfig())
+    eager = learn(model, batch)
+    compiled = copy.copy(model)
+    compiled.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
+    traced = learn(compiled, batch)
+    for key in eager:
+        torch.testing.assert_close(traced[key], eager[key], rtol=1e-5, atol=1e-6)
+
+
+def losses(config: Config) -> Tensor:
+    folder = train(config)
+    return torch.tensor([event["loss"] for event in read_events(folder) if "loss" in event])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_200_steps_stay_closer_to_the_plain_model_than_another_seed(
+    make_config: MakeConfig, tmp_path: Path, precision: str
+) -> None:
+    def run(name: str, **changes: Any) -> Tensor:
+        changes |= {"train__steps": 200, "train__precision": precision, "model__dropout": 0.0}
+        return losses(make_config(run__dir=str(tmp_path / name), run__device=DEVICE.type, **changes))
+
+    plain, other = run("plain"), run("other", run__seed=1)
+    fused = run("fused", techniques__fused={})
+    noise = (plain - other)[20:].abs().mean()
+    assert (plain - fused)[20:].abs().mean() < noise
+    assert abs(float(fused[-20:].mean() - plain[-20:].mean())) < abs(float(noise))
+
+
+@pytest.mark.parametrize("task", ["causal", "masked", "translation", "images"])
+def test_a_checkpoint_moves_between_on_and_off(make_config: MakeConfig, tmp_path: Path, task: str) -> None:
+    """Two steps on, two off, two on again: the same losses as all off."""
+    data: dict[str, Any] = {"data__task": task, "model__dropout": 0.0}
+    if task == "masked":
+        data |= {"model__kind": "encoder", "model__norm_order": "post", "model__embed_norm": True}
+    elif task == "translation":
+        data |= {"data__train": str(write_pairs(tmp_path / "pairs")), "data__languages": ["xx", "yy"]}
+        data |= {"model__kind": "encoder-decoder", "data__max_tokens": 64, "data__eval": str(tmp_path / "pairs")}
+    elif task == "images":
+        data |= {"data__train": str(write_images(tmp_path / "images.npz")), "model__kind": "vit"}
+        data |= {"model__image_size": 16, "model__patch": 8}
+
+    def run(name: str, steps: int, on: bool, resume: bool = False) -> list[float]:
+        extra: dict[str, Any] = {"techniques__fused": {}} if on else {}
+        folder = str(tmp_path / name)
+        config = make_config(run__dir=folder, train__steps=steps, optim__schedule="constant", **data, **extra)
+        train(config, resume=resume)
+        return [event["loss"] for event in read_events(Path(folder)) if "loss" in event]
+
+    plain = run("plain", 6, on=False)
+    run("mixed", 2, on=True)
+    run("mixed", 4, on=False, resume=True)
+    mixed = run("mixed", 6, on=True, resume=True)
+    torch.testing.assert_close(torch.tensor(mixed), torch.tensor(plain), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("weights", ["split", "bf16"])
+def test_weights_of_16_bits_train(make_config: MakeConfig, tmp_path: Path, weights: str) -> None:
+    def run(name: str, **changes: Any) -> Tensor:
+        return losses(make_config(run__dir=str(tmp_path / name), train__steps=30, train__precision="bf16", **changes))
+
+    plain = run("plain")
+    lean = run("lean", techniques__fused={"weights": weights, "moments": "bf16" if weights == "bf16" else "fp32"})
+    assert abs(float(lean[-5:].mean() - plain[-5:].mean())) < 0.15
+    assert lean[-5:].mean() < lean[:5].mean() - 0.3
+
+
+def test_16_bit_weights_need_bf16() -> None:
+    model = build_model(CONFIGS["decoder"])
+    with pytest.raises(ConfigError, match=r"techniques\.fused: weights = 'split' .* train\.precision"):
+        apply_all(model, TechniquesConfig(fused=FusedConfig(weights="split")), sites(model), DEVICE, "fp32")
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a norm that forgets the stream's own gradient": lambda patch: _wrap(
+        patch, "add_norm", lambda out: (out[0], out[1].detach())
+    ),
+    "an MLP without its key": lambda patch: _wrap(patch, "mlp", lambda out: out * 1.001),
+    "keys and values of the wrong layer": lambda patch: patch.setattr(
+        "stretto.layers.FusedStack.project_memory", _shifted_memory
+    ),
+}
+
+
+def _wrap(patch: pytest.MonkeyPatch, name: str, change: Callable[[Any], Any]) -> None:
+    import stretto.layers
+
+    right = getattr(stretto.layers, name)
+    patch.setattr(stretto.layers, name, lambda *args, **kw: change(right(*args, **kw)))
+
+
+def _shifted_memory(self: Any, memory: Tensor) -> list[Any]:
+    pairs = [block.cross.kv(memory).unflatten(1, (2, -1, self.head_size)).unbind(1) for block in self.blocks]
+    return [*pairs[1:], pairs[0]]
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[bug](monkeypatch)
+    with pytest.raises(AssertionError):
+        test_loss_and_gradients_are_those_of_the_plain_model("encoder-decoder-pre", "packed")
