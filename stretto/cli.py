@@ -79,14 +79,21 @@ def report(run: Run) -> None:
 def bench(
     workloads: Annotated[list[str] | None, typer.Argument(help="names, or all; without any, they are listed")] = None,
     against: Annotated[
-        str, typer.Option(help="ways to run the Hugging Face model; graphs: CUDA graphs")
-    ] = "eager,compile,graphs",
-    no_peers: Annotated[bool, typer.Option("--no-peers", help="against nobody")] = False,
+        str, typer.Option(help="plain: Stretto without techniques. The others run the Hugging Face model; '': nobody")
+    ] = "plain,eager,compile,graphs",
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="single operations instead, all or these; takes --out alone")
+    ] = False,
     out: Annotated[Path, typer.Option(help="where numbers, chart and logs go")] = Path("runs/bench"),
     steps: Annotated[int, typer.Option(min=1, help="to time, after warm-up")] = 40,
     override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
 ) -> None:
-    """Time training steps next to Hugging Face's, on this machine."""
+    """Time training steps next to Hugging Face's, or kernels next to torch's, on this machine."""
+    if kernels:
+        from stretto.bench.kernels import run_kernels
+
+        run_kernels(workloads or [], out)
+        return
     from stretto.bench.workloads import WORKLOADS, find_workloads
 
     if not workloads:
@@ -96,7 +103,7 @@ def bench(
     names = find_workloads(workloads)  # before torch is imported
     from stretto.bench.contest import run_bench
 
-    run_bench(names, [] if no_peers else [mode for mode in against.split(",") if mode], override, steps, out)
+    run_bench(names, [mode for mode in against.split(",") if mode], override, steps, out)
 
 
 @app.command()

@@ -46,6 +46,8 @@ from stretto.ops.mlp import mlp
 from stretto.ops.norm import add_norm, norm
 
 Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
+NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, epsilon, whether it is an RMSNorm
+Keys = tuple[Tensor | None, ...]  # of dropout, each [2]; None where nothing is dropped
 
 
 class FusedStack(Stack):
@@ -61,7 +63,7 @@ class FusedStack(Stack):
         if cache is not None:
             return super().forward(x, positions, layout, memory, memory_layout, cache)
         rotary = rotary_angles(positions, self.head_size, self.rope_theta) if self.rotary else None
-        keys = draw_keys(x, (len(self.blocks) + 1) * FusedBlock.KEYS).unflatten(0, (-1, FusedBlock.KEYS)).unbind()
+        keys = self.draw_keys(x)
         memories = [None] * len(self.blocks) if memory is None else self.project_memory(memory)
         pending: Tensor | None = None
         for block, key, kv in zip(self.blocks, keys[:-1], memories, strict=True):
@@ -69,6 +71,15 @@ class FusedStack(Stack):
         last = self.blocks[-1]
         assert isinstance(last, FusedBlock)
         return last.add(pending, x, None, self.norm, keys[-1][0])[0] if last.pre_norm else x
+
+    def draw_keys(self, x: Tensor) -> list[Keys]:
+        """For each block, and for the norm after the last."""
+        first = self.blocks[0]
+        assert isinstance(first, FusedBlock)
+        if not self.training or first.dropout == first.mlp.dropout == 0.0:
+            return [(None,) * FusedBlock.KEYS] * (len(self.blocks) + 1)
+        keys = draw_keys(x, (len(self.blocks) + 1) * FusedBlock.KEYS).unbind()
+        return [keys[i : i + FusedBlock.KEYS] for i in range(0, len(keys), FusedBlock.KEYS)]
 
     def project_memory(self, memory: Tensor) -> list[Heads | None]:
         """Keys and values of all layers by one product: all project the same encoder output, and its gradient is then
@@ -98,14 +109,14 @@ class FusedBlock(Block):
         cross_cache: LayerCache | None = None,
         *,
         pending: Tensor | None = None,
-        keys: Tensor | None = None,
+        keys: Keys = (None,) * KEYS,
         memory_kv: Heads | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Pre-norm: `pending` is the branch that is still to be added to the stream x. Post-norm: it is x again, with a
         gradient of its own, so that the norm that made both adds their gradients up."""
-        if keys is None:
+        if cache is not None:
             return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
-        *norm_keys, mlp_key = keys.unbind()
+        *norm_keys, mlp_key = keys
         branches: list[tuple[nn.Module, Callable[[Tensor], tuple[Tensor, Tensor | None]]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary)),
             (self.mlp_norm, lambda h: (self.expand(h, mlp_key), None)),
@@ -127,7 +138,7 @@ class FusedBlock(Block):
         return x, h
 
     def add(
-        self, branch: Tensor | None, x: Tensor, bias: Tensor | None, norm: nn.Module, key: Tensor
+        self, branch: Tensor | None, x: Tensor, bias: Tensor | None, norm: nn.Module, key: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The normalised sum, and the stream that goes on: the sum itself, or post-norm the normalised one."""
         p = self.dropout if self.training else 0.0
@@ -153,7 +164,7 @@ class FusedBlock(Block):
         out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p).flatten(1)
         return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
 
-    def expand(self, h: Tensor, key: Tensor) -> Tensor:
+    def expand(self, h: Tensor, key: Tensor | None) -> Tensor:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
         return mlp(h, up.weight, up.bias, down.weight, down.bias, self.mlp.activation, p, key, self.recompute)
 
@@ -163,8 +174,8 @@ class FusedEmbedding(Embedding):
         p, token = self.dropout if self.training else 0.0, self.token.weight
         positions, table = self.place(inputs)
         kind = None if self.token_type is None else self.token_type.weight
-        norm = (None, None, 0.0, False) if isinstance(self.norm, nn.Identity) else norm_parts(self.norm)
-        key, dtype = draw_keys(token, 1)[0] if p > 0 else None, compute_dtype(token)
+        norm: NormParts = (None, None, 0.0, False) if isinstance(self.norm, nn.Identity) else norm_parts(self.norm)
+        key, dtype = draw_keys(inputs.ids, 1)[0] if p > 0 else None, compute_dtype(token)
         return embed(inputs.ids, token, positions, table, inputs.types, kind, self.scale, *norm, p, key, dtype)
 
     def place(self, inputs: Sequences) -> tuple[Tensor | None, Tensor | None]:
@@ -193,7 +204,6 @@ class FusedLMHead(LMHead):
 
 
 def norm_parts(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
-    """Weight, bias, epsilon, and whether it is an RMSNorm."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
     return norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.RMSNorm)
 

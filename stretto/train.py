@@ -20,13 +20,13 @@ from stretto.evaluate import evaluate
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.guard import Guard
 from stretto.model import build_model, sites
-from stretto.optim import build_optimizer, learning_rate, set_learning_rate
+from stretto.optim import build_optimizer, learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.step import PRECISIONS, Trainable, resolve_precision, run_step
 from stretto.trained import save_run
-from stretto.weights import materialise
+from stretto.weights import initialise
 
 
 @dataclass
@@ -70,22 +70,26 @@ def train(config: Config, resume: bool = False) -> Path:
 
 
 def build(config: Config, rt: Runtime) -> Trainable:
-    """Model, techniques, parallelism, weights, optimizer: each needs the one before."""
+    """Model, techniques, parallelism, optimizer, weights: each needs the one before."""
     precision = resolve_precision(config.train.precision, rt.device)
     model = build_model(config.model)
     roles = sites(model)
     techniques.apply_all(model, config.techniques, roles, rt.device, precision)
     sharded = parallel.shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[precision])
-    materialise(model, config.model, config.run.seed, rt.device)
+    model.to_empty(device=rt.device)
+    optimizer = build_optimizer(model, config.optim, config.techniques.fused, config.run.seed)
+    initialise(model, config.model, config.run.seed, weight_writer(optimizer))
     if config.train.compile:
-        # One graph for the whole model, or one per block where each block's weights are gathered on their own. The
-        # function is compiled, not the call: hooks, which gather those weights, stay outside.
-        for module in [model.get_submodule(name) for name in roles["block"]] if sharded else [model]:
+        # One graph for the whole model; or one for each block, the same for all, where nothing is left to fuse between
+        # blocks or each block's weights are gathered on their own. The function is compiled, not the call: hooks,
+        # which gather those weights, stay outside.
+        by_block = sharded or config.techniques.fused is not None
+        for module in [model.get_submodule(name) for name in roles["block"]] if by_block else [model]:
             module.forward = torch.compile(module.forward)
     return Trainable(
         model=model if sharded else parallel.replicate(model),
         plain=model,
-        optimizer=build_optimizer(model, config.optim, config.techniques.fused),
+        optimizer=optimizer,
         guard=Guard("fp16" if precision == "fp16" else config.train.non_finite, rt.device),
         scaler=torch.amp.GradScaler(rt.device.type, enabled=precision == "fp16"),
         precision=precision,
@@ -173,7 +177,7 @@ def load_latest(run: Run) -> None:
     differences = _differences(_identity(run), shot.state["identity"])
     if differences:
         raise CheckpointError(f"{run.config.run.dir} was made by another configuration: " + "; ".join(differences))
-    checkpoint.restore_weights(run.parts.plain, shot)
+    checkpoint.restore_weights(run.parts.plain, shot, weight_writer(run.parts.optimizer))
     checkpoint.restore_moments(run.parts.plain, run.parts.optimizer, shot)
     if shot.state["scaler"]:  # empty unless it was fp16 then too
         run.parts.scaler.load_state_dict(shot.state["scaler"])

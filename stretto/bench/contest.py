@@ -32,7 +32,6 @@ from stretto.runtime import Runtime, choose_device, describe_environment
 LIMIT_S = 1800.0  # a contestant that takes longer is stopped
 LEARNING_RATE = 1e-4  # low enough for every model to stay finite on random data
 TINY = "On a CPU: tiny models and batches instead of the named ones. These numbers say nothing about a GPU."
-OURS = ("stretto", "stretto plain")  # with the fused technique, and without any
 
 _DATA: dict[str, dict[str, Any]] = {
     "decoder": {"task": "causal"},
@@ -89,10 +88,13 @@ def _progress(console: Console) -> Progress:
 
 
 def choose_contestants(against: Sequence[str]) -> list[str]:
-    unknown = [mode for mode in against if mode not in MODES]
+    unknown = [mode for mode in against if mode not in ("plain", *MODES)]
     if unknown:
-        raise ConfigError(f"--against {unknown[0]}: must be some of {', '.join(MODES)}, with commas between them")
-    return [*OURS, *(f"hf {mode}" for mode in MODES if mode in against)]
+        raise ConfigError(
+            f"--against {unknown[0]}: must be some of plain, {', '.join(MODES)}, with commas between them"
+        )
+    plain = ["stretto plain"] if "plain" in against else []
+    return ["stretto", *plain, *(f"hf {mode}" for mode in MODES if mode in against)]
 
 
 def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> Job:

@@ -149,7 +149,7 @@ def _load_bias(bias_ptr, col, cols, HAS_BIAS: tl.constexpr):
 
 
 @jit
-def _forward_kernel(
+def _activate_kernel(
     x_ptr,
     bias_ptr,
     key_ptr,
@@ -184,7 +184,7 @@ def _forward_kernel(
 
 
 @jit
-def _backward_kernel(
+def _activate_backward_kernel(
     dh_ptr,
     kept_ptr,
     bias_ptr,
@@ -273,7 +273,7 @@ def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Te
     h = x.new_empty(rows, cols)
     block_r, block_c = _block_shape(cols, kind)
     if h.numel():
-        _forward_kernel[(cdiv(rows, block_r), cdiv(cols, block_c))](
+        _activate_kernel[(cdiv(rows, block_r), cdiv(cols, block_c))](
             x,
             x if bias is None else bias,
             x if key is None else key,
@@ -312,7 +312,7 @@ def launch_activate_backward(
         groups = min(groups, cdiv(_resident_programs(dh.device), max(column_blocks, 1)))
     sums = kept.new_empty((groups, kept.shape[1]) if want_dbias else 0, dtype=wide_dtype(kept.dtype))
     if dh.numel():
-        _backward_kernel[(groups, column_blocks)](
+        _activate_backward_kernel[(groups, column_blocks)](
             dh,
             kept,
             kept if bias is None else bias,

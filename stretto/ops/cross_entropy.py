@@ -116,7 +116,7 @@ def _gradient(z, col, cols, label, top, log_total, smoothing, z_loss):
 
 
 @jit
-def _rows_kernel(
+def _cross_entropy_kernel(
     z_ptr,
     label_ptr,
     loss_ptr,
@@ -189,7 +189,7 @@ def _rows_kernel(
 
 
 @jit
-def _backward_kernel(
+def _cross_entropy_backward_kernel(
     dloss_ptr,
     z_ptr,
     label_ptr,
@@ -232,7 +232,7 @@ def launch_rows(
     stats = logits.new_empty(rows, 2, dtype=torch.float32)
     if rows:
         warps = _num_warps(cols)
-        _rows_kernel[(rows,)](
+        _cross_entropy_kernel[(rows,)](
             logits,
             labels.contiguous(),
             losses,
@@ -260,7 +260,7 @@ def launch_backward(
     if rows:
         warps = min(_num_warps(cols), 8)
         grid = (rows, cdiv(cols, 256 * warps))
-        _backward_kernel[grid](
+        _cross_entropy_backward_kernel[grid](
             dloss,
             logits,
             labels.contiguous(),

@@ -29,7 +29,8 @@ _WORD = 0xFFFFFFFF
 @torch.library.custom_op("stretto::draw_keys", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def draw_keys(like: Tensor, count: int) -> Tensor:
     """New keys [count, 2], int64, from torch's generator of the device of `like`. An op of its own, so that compiled
-    code draws the same keys as eager code."""
+    code draws the same keys as eager code. A compiler may merge two calls with equal arguments: `like` should be a
+    tensor that no other call in the same graph has, such as the input of the module that drops."""
     return torch.randint(-(2**63), 2**63 - 1, (count, 2), dtype=torch.int64, device=like.device)
 
 

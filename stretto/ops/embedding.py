@@ -176,7 +176,7 @@ def _embed_kernel(
 
 
 @jit
-def _norm_backward_kernel(
+def _embed_backward_kernel(
     dy_ptr,
     ids_ptr,
     token_ptr,
@@ -343,7 +343,7 @@ def launch_norm_backward(
     sums = dy.new_empty(programs, 2, cols, dtype=torch.float32)
     if dx.numel():
         inputs = _contiguous(*lookups, weight, key)
-        _norm_backward_kernel[(programs,)](
+        _embed_backward_kernel[(programs,)](
             dy, *inputs, dx, sums, rows, cols, dy.stride(0), scale, eps, RMS=rms, P=p, **tile
         )  # fmt: skip
     return dx, sums.sum(0)

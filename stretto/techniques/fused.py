@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stretto import layers, model as plain
+from stretto import layers
+from stretto import model as plain
 from stretto.config import FusedConfig
 from stretto.ops.language import triton
 

@@ -47,7 +47,7 @@ def test_names_are_listed_without_importing_anything_heavy() -> None:
 
 @pytest.mark.slow
 def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
-    process = start(tmp_path, "--against", "eager,graphs")
+    process = start(tmp_path, "--against", "plain,eager,graphs")
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
     assert contest.TINY in output and "ratio" in output and "graphs need a GPU" in output
@@ -71,7 +71,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
-    process = start(tmp_path, "--no-peers")
+    process = start(tmp_path, "--against", "plain")
     assert process.stdout is not None
     lines = list[str]()
     for line in process.stdout:

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1, where they run the Triton kernels in the interpreter; and on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from stretto.ops.language import INTERPRET
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products complain about `poisoned_memory`
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS_KERNELS = INTERPRET or DEVICE == "cuda"
 DTYPES = [torch.float32, torch.bfloat16]
