@@ -7,6 +7,7 @@ right, and then carries the real lengths.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -72,6 +73,33 @@ class Batch:
         pin = device.type == "cuda"
         moved: Batch = _map_tensors(self, lambda t: (t.pin_memory() if pin else t).to(device, non_blocking=True))
         return moved
+
+
+def clone(batch: Batch) -> Batch:
+    copied: Batch = _map_tensors(batch, torch.clone)
+    return copied
+
+
+def copy_into(target: Batch, source: Batch) -> None:
+    """Of the same shape; only tensors are copied."""
+    for to, new in zip(_leaves(target), _leaves(source), strict=True):
+        if isinstance(to, Tensor):
+            to.copy_(new, non_blocking=True)
+
+
+def shape_of(batch: Batch) -> tuple[Any, ...]:
+    """All that the operations on a batch depend on, other than the values in its tensors."""
+    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(batch))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Counts | tuple):  # for the host alone
+        return
+    if is_dataclass(value):
+        for item in fields(value):
+            yield from _leaves(getattr(value, item.name))
+    else:
+        yield value
 
 
 def _map_tensors(value: Any, fn: Any) -> Any:

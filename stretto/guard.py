@@ -33,15 +33,16 @@ class Guard:
     def judge(self, grad_norm: Tensor) -> Tensor:
         """1.0 if the update must be cancelled, else 0.0; a tensor on the device."""
         bad = (~torch.isfinite(grad_norm)).float()
+        # In place: a recorded step finds these tensors where they were.
         self.cancelled += bad
-        self.streak = (self.streak + 1) * bad
-        self.worst = torch.maximum(self.worst, self.streak)
+        self.streak.add_(1).mul_(bad)
+        torch.maximum(self.worst, self.streak, out=self.worst)
         return bad
 
     def check(self, step: int) -> int:
         """The number of cancelled updates; an error if too many came in a row. The host waits for the device here."""
         cancelled, worst = torch.stack([self.cancelled, self.worst]).tolist()
-        self.worst = self.streak.clone()
+        self.worst.copy_(self.streak)
         if worst > self.limit:
             raise NonFiniteError(
                 f"the gradient was not finite in {int(worst)} update(s) in a row, at or before step {step}; none was "

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from typing import Any
 
@@ -208,6 +209,12 @@ class FlatAdamW(torch.optim.Optimizer):
             launch.update(flat, control, self._rule)
         self._norm, self._limit = None, math.inf
         return loss
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor | None]]:
+        """Around the recording of a step as a CUDA graph; gives what has to live as long as the graph."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(launch.recording()) for _, launch in self._launches]
 
     def _decide(self) -> Tensor:
         """Whether the update is applied: a boolean on the device."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
+from stretto.graphs import Recorder
 from stretto.guard import Guard
 from stretto.model import Model
-from stretto.optim import clip_gradients
+from stretto.optim import FlatAdamW, clip_gradients
 from stretto.parallel import gradient_sync
 from stretto.runtime import seed_all
 
@@ -31,6 +32,7 @@ class Trainable:
     device: torch.device
     clip: float
     seed: int
+    recorder: Recorder | None = None  # of CUDA graphs
 
     def describe(self) -> str:
         size = sum(p.numel() for p in self.plain.parameters())
@@ -45,27 +47,35 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=PRECISIONS[precision], enabled=precision != "fp32")
 
 
-def run_step(
-    parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels: int, world: int
-) -> tuple[Tensor, Tensor]:
+def run_step(parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels: int, world: int) -> tuple[Tensor, ...]:
     """One update from this process's micro-batches, each with its number in the endless stream. `num_labels` counts
     the predicted positions of all processes, so each token weighs the same however the batch is cut.
 
     Returns this process's summed loss and the global gradient norm, both still on the device.
     """
+    # Data parallelism averages gradients over processes; the sum is wanted.
+    factor = world / max(num_labels, 1)
+    if parts.recorder is not None:
+        ((index, batch),) = batches
+        seed_all(parts.seed, index)
+        return parts.recorder.run(batch, factor)
     loss_sum = torch.zeros((), device=parts.device)
     for index, batch in batches:
         seed_all(parts.seed, index)  # dropout depends on (seed, micro-batch), not on what ran before or where
         with gradient_sync(parts.model, last=index == batches[-1][0]):
-            with autocast(parts.precision, parts.device):
-                loss = parts.model(batch)
-            # Data parallelism averages gradients over processes; the sum is wanted.
-            parts.scaler.scale(loss * (world / max(num_labels, 1))).backward()
-        loss_sum += loss.detach()
-    return loss_sum, _update(parts)
+            loss_sum += learn(parts, batch, factor)
+    return loss_sum, update(parts)
 
 
-def _update(parts: Trainable) -> Tensor:
+def learn(parts: Trainable, batch: Batch, factor: float | Tensor) -> Tensor:
+    """The summed loss of a micro-batch; its gradient, times `factor`, is added to what the parameters have."""
+    with autocast(parts.precision, parts.device):
+        loss = parts.model(batch)
+    parts.scaler.scale(loss * factor).backward()
+    return loss.detach()
+
+
+def update(parts: Trainable) -> Tensor:
     optimizer = parts.optimizer
     if parts.scaler.is_enabled():
         parts.scaler.unscale_(optimizer)
@@ -79,3 +89,12 @@ def _update(parts: Trainable) -> Tensor:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+def record_steps(parts: Trainable) -> None:
+    """From now on, steps on batches of a shape that keeps coming are replayed from CUDA graphs."""
+    optimizer = parts.optimizer
+    assert isinstance(optimizer, FlatAdamW)
+    parts.recorder = Recorder(
+        lambda batch, factor: (learn(parts, batch, factor), update(parts)), optimizer.recording, parts.device
+    )

@@ -24,7 +24,7 @@ from stretto.optim import build_optimizer, learning_rate, set_learning_rate, wei
 from stretto.page import write_report
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
-from stretto.step import PRECISIONS, Trainable, resolve_precision, run_step
+from stretto.step import PRECISIONS, Trainable, record_steps, resolve_precision, run_step
 from stretto.trained import save_run
 from stretto.weights import initialise
 
@@ -72,6 +72,7 @@ def train(config: Config, resume: bool = False) -> Path:
 def build(config: Config, rt: Runtime) -> Trainable:
     """Model, techniques, parallelism, optimizer, weights: each needs the one before."""
     precision = resolve_precision(config.train.precision, rt.device)
+    _check_graphs(config, rt, precision)
     model = build_model(config.model)
     roles = sites(model)
     techniques.apply_all(model, config.techniques, roles, rt.device, precision)
@@ -86,7 +87,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
         by_block = sharded or config.techniques.fused is not None
         for module in [model.get_submodule(name) for name in roles["block"]] if by_block else [model]:
             module.forward = torch.compile(module.forward)
-    return Trainable(
+    parts = Trainable(
         model=model if sharded else parallel.replicate(model),
         plain=model,
         optimizer=optimizer,
@@ -97,6 +98,9 @@ def build(config: Config, rt: Runtime) -> Trainable:
         clip=config.optim.clip,
         seed=config.run.seed,
     )
+    if config.train.graphs:
+        record_steps(parts)
+    return parts
 
 
 def run_loop(run: Run, report: Report) -> None:
@@ -233,6 +237,20 @@ def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
         for key, value in values.items()
         if saved.get(section, {}).get(key) != (list(value) if isinstance(value, tuple) else value)
     ]
+
+
+def _check_graphs(config: Config, rt: Runtime, precision: str) -> None:
+    obstacles = {
+        "they need a GPU": rt.device.type != "cuda",
+        "they need [techniques.fused], whose optimizer keeps all it needs on the device": config.techniques.fused
+        is None,
+        "they work in one process": rt.world > 1,
+        "they take one micro-batch a step: set train.micro_batches to 1": config.train.micro_batches > 1,
+        "fp16 adjusts its loss scale on the host: set train.precision to 'bf16'": precision == "fp16",
+    }
+    reasons = [reason for reason, holds in obstacles.items() if holds]
+    if config.train.graphs and reasons:
+        raise ConfigError("train.graphs: " + "; ".join(reasons))
 
 
 def _due(every: int, run: Run) -> bool:

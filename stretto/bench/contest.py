@@ -107,24 +107,26 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
     if contestant != "stretto":  # the only one that uses techniques
         overrides = [override for override in overrides if not override.startswith("techniques.")]
 
-    def resolve(workload: Workload) -> Config:
+    def resolve(workload: Workload, graphs: bool) -> Config:
         path = stem.with_suffix(".toml")
-        path.write_text(dump_config(build_config(make_recipe(workload, contestant))), encoding="utf-8")
+        path.write_text(dump_config(build_config(make_recipe(workload, contestant, graphs))), encoding="utf-8")
         config = load_config(path, overrides)
         path.write_text(dump_config(config), encoding="utf-8")
         return config
 
-    device = choose_device(resolve(WORKLOADS[name]).run.device)
-    resolve(fit_to_device(WORKLOADS[name], device.type))
+    device = choose_device(resolve(WORKLOADS[name], graphs=False).run.device)
+    resolve(fit_to_device(WORKLOADS[name], device.type), graphs=device.type == "cuda")
     return Job(name, contestant, stem, device, find_obstacle(contestant, device))
 
 
-def make_recipe(workload: Workload, contestant: str) -> dict[str, Any]:
+def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> dict[str, Any]:
+    """Without techniques the model is compiled; with them it has its own kernels, launched by CUDA graphs."""
     data = _DATA[PRESETS[workload.model["preset"]]["kind"]]
     recipe = {"model": workload.model, "data": data, "optim": {"lr": LEARNING_RATE}, "train": {"compile": True}}
     if contestant == "stretto":
         # Weights and moments in 16 bits, as the others then have them.
         recipe["techniques"] = {"fused": {"weights": "bf16", "moments": "bf16"} if workload.bf16_weights else {}}
+        recipe["train"] = {"graphs": graphs}
     return recipe
 
 

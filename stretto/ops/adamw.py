@@ -27,7 +27,8 @@ These are plain functions, not custom ops: a table of addresses is nothing that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -280,6 +281,7 @@ class Launch:
         if not self.runs_kernels:
             return
         self._addresses: list[int] = []
+        self._recording = False
         self._lengths = torch.tensor([place.length for place in places])
         # Columns: address of the weight, of the gradient, length, offset, first, number, group, whether aligned.
         self._host = torch.tensor([[0, 0, 0, p.offset, p.first, p.number, p.group, 0] for p in places])
@@ -306,7 +308,22 @@ class Launch:
             self._host[:, :2] = columns
             self._host[:, 2] = self._lengths * (columns[:, 1] != 0)
             self._host[:, 7] = (columns % 16 == 0).all(1)
+            if not self._recording:
+                upload(self._host, self._rows)
+
+    @contextmanager
+    def recording(self) -> Iterator[Tensor | None]:
+        """While a CUDA graph is recorded: gives the table that it will read, which is filled afterwards, since nothing
+        may be uploaded meanwhile. The gradients of the graph stay where they were; those of other steps do not."""
+        if not self.runs_kernels:
+            yield None
+            return
+        usual, self._rows, self._recording = self._rows, torch.empty_like(self._rows), True
+        try:
+            yield self._rows
             upload(self._host, self._rows)
+        finally:
+            self._rows, self._recording, self._addresses = usual, False, []
 
     def sum_squares(self) -> Tensor:
         """Of the gradients; fp64. The order of additions is fixed."""
