@@ -168,7 +168,7 @@ class FusedConfig:
     # than fp32 and a bf16 copy. bf16: those bits are dropped, and updates are rounded at random, right on average.
     weights: Literal["fp32", "split", "bf16"] = "fp32"
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW
-    recompute: bool = True  # activate the MLP's inner values again in the backward pass instead of keeping them
+    recompute: bool = False  # activate the MLP's inner values again in the backward pass instead of keeping them
 
 
 @dataclass(frozen=True)

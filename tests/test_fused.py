@@ -187,6 +187,20 @@ def test_a_frozen_layer_keeps_the_others_right() -> None:
         torch.testing.assert_close(fused[name], plain[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["encoder-decoder", "encoder-decoder-pre"])
+def test_a_dropped_layer_keeps_the_others_right(name: str) -> None:
+    """Keys and values are projected for it too; nobody looks at them."""
+    batch = make_batch(KINDS[name])
+    plain, fused = build(KINDS[name]), build(KINDS[name], FusedConfig())
+    skips: dict[Model, Any] = {plain: lambda x, *_: x, fused: lambda x, *_, pending, **__: (x, pending)}
+    for model, skip in skips.items():
+        model.get_submodule("decoder.blocks.0").forward = skip  # type: ignore[method-assign]
+    wanted, found = learn(plain, batch), learn(fused, batch)
+    for key, value in found.items():
+        torch.testing.assert_close(value, wanted.get(key, torch.zeros_like(value)), rtol=1e-4, atol=1e-5)
+    assert wanted.keys() <= found.keys()
+
+
 def test_generation_takes_the_plain_path() -> None:
     for name in ("decoder", "decoder-rotary"):
         models = build(KINDS[name]).eval(), build(KINDS[name], FusedConfig()).eval()
@@ -230,6 +244,15 @@ def test_200_steps_stay_closer_to_the_plain_model_than_another_seed(
     noise = (plain - other)[20:].abs().mean()
     assert (plain - fused)[20:].abs().mean() < noise
     assert abs(float(fused[-20:].mean() - plain[-20:].mean())) < abs(float(noise))
+
+
+def test_gradients_accumulate_over_micro_batches(make_config: MakeConfig, tmp_path: Path) -> None:
+    def run(name: str, **changes: Any) -> Tensor:
+        return losses(make_config(run__dir=str(tmp_path / name), model__dropout=0.0, **changes))
+
+    once = run("once", data__batch_size=8)
+    twice = run("twice", data__batch_size=4, train__micro_batches=2, techniques__fused={})
+    torch.testing.assert_close(twice, once, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("task", ["causal", "masked", "translation", "images"])

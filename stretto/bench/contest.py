@@ -124,8 +124,9 @@ def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> di
     data = _DATA[PRESETS[workload.model["preset"]]["kind"]]
     recipe = {"model": workload.model, "data": data, "optim": {"lr": LEARNING_RATE}, "train": {"compile": True}}
     if contestant == "stretto":
-        # Weights and moments in 16 bits, as the others then have them.
-        recipe["techniques"] = {"fused": {"weights": "bf16", "moments": "bf16"} if workload.bf16_weights else {}}
+        # Weights and moments in 16 bits, as the others then have them; and where those count, so do activations.
+        lean = {"weights": "bf16", "moments": "bf16", "recompute": True}
+        recipe["techniques"] = {"fused": lean if workload.bf16_weights else {}}
         recipe["train"] = {"graphs": graphs}
     return recipe
 

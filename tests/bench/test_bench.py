@@ -125,17 +125,17 @@ def test_mistakes_answer_before_anything_runs(tmp_path: Path) -> None:
 
 
 def test_only_stretto_takes_techniques(tmp_path: Path) -> None:
-    overrides = [*CPU_ONLY, "techniques.fused.recompute=false", "model.layers=3"]
+    overrides = [*CPU_ONLY, "techniques.fused.recompute=true", "model.layers=3"]
     for name in ("stretto", "stretto plain", "hf eager"):
         config = load_config(contest.prepare(NAME, name, overrides, tmp_path).stem.with_suffix(".toml"))
         assert config.model.layers == 3 and config.model.width == 64
         assert (config.techniques.fused is None) == (name != "stretto")
-        assert config.techniques.fused is None or config.techniques.fused.recompute is False
+        assert config.techniques.fused is None or config.techniques.fused.recompute is True
 
 
 def test_bf16_weights_are_asked_for_in_each_ones_way() -> None:
     recipe = contest.make_recipe(WORKLOADS["llama1b_4x4096"], "stretto")
-    assert recipe["techniques"]["fused"] == {"weights": "bf16", "moments": "bf16"}
+    assert recipe["techniques"]["fused"] == {"weights": "bf16", "moments": "bf16", "recompute": True}
     assert contest.make_recipe(WORKLOADS[NAME], "stretto")["techniques"]["fused"] == {}
 
 
