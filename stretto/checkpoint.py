@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from stretto.errors import CheckpointError
 from stretto.optim import FlatAdamW
-from stretto.weights import put, take
+from stretto.weights import Write, put, take
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 _NAME = re.compile(r"step-(\d{8})")
@@ -151,7 +151,7 @@ def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
         raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
 
 
-def restore_weights(model: nn.Module, shot: Snapshot, write: Callable[[Tensor, Tensor], None] = put) -> None:
+def restore_weights(model: nn.Module, shot: Snapshot, write: Write = put) -> None:
     """`write` puts a whole fp32 value into a parameter; while training, the optimizer knows how."""
     current = model.state_dict(keep_vars=True)
     differences = [f"missing: {name}" for name in current.keys() - shot.weights.keys()]

@@ -119,7 +119,7 @@ class FusedBlock(Block):
         *norm_keys, mlp_key = keys
         branches: list[tuple[nn.Module, Callable[[Tensor], tuple[Tensor, Tensor | None]]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary)),
-            (self.mlp_norm, lambda h: (self.expand(h, mlp_key), None)),
+            (self.mlp_norm, lambda h: self.expand(h, mlp_key)),
         ]
         if self.cross is not None and self.cross_norm is not None:
             branches.insert(
@@ -164,9 +164,11 @@ class FusedBlock(Block):
         out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p).flatten(1)
         return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
 
-    def expand(self, h: Tensor, key: Tensor | None) -> Tensor:
+    def expand(self, h: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
-        return mlp(h, up.weight, up.bias, down.weight, down.bias, self.mlp.activation, p, key, self.recompute)
+        # Pre-norm, the norm that would add the bias is the next block's, where FSDP2 has put this block's weights away.
+        mine, left = (down.bias, None) if self.pre_norm else (None, down.bias)
+        return mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute), left
 
 
 class FusedEmbedding(Embedding):

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from stretto.config import FusedConfig, OptimConfig
 from stretto.ops.adamw import ALIGN, Control, Launch, Place, Rule, Workspace, join, split, upload
-from stretto.weights import put
+from stretto.weights import Write, put
 
 WEIGHTS = {"fp32": (torch.float32,), "split": (torch.float32, torch.bfloat16), "bf16": (torch.float32, torch.bfloat16)}
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -73,7 +73,7 @@ def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, limit: fl
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def weight_writer(optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], None]:
+def weight_writer(optimizer: torch.optim.Optimizer) -> Write:
     """What puts a whole fp32 value into a parameter: into both halves where the optimizer holds the lower one."""
     return optimizer.put_weight if isinstance(optimizer, FlatAdamW) else put
 

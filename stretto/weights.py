@@ -16,15 +16,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stretto.config import ModelConfig
 
-
-def materialise(model: nn.Module, cfg: ModelConfig, seed: int, device: torch.device) -> None:
-    """Gives a model built on the meta device its memory and its first values."""
-    model.to_empty(device=device)
-    initialise(model, cfg, seed, put)
+Write = Callable[[Tensor, Tensor], None]
 
 
-def initialise(model: nn.Module, cfg: ModelConfig, seed: int, write: Callable[[Tensor, Tensor], None]) -> None:
-    """The first values; `write` puts a whole fp32 value into a parameter."""
+def initialise(model: nn.Module, cfg: ModelConfig, seed: int, write: Write) -> None:
+    """Gives all parameters their first values; `write` puts a whole fp32 value into one, as `put` does."""
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(_key(seed, name))
         write(parameter, initial_value(cfg, name, parameter.shape, generator))

@@ -11,11 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.config import Config, build_config
+from stretto.config import Config, ModelConfig, build_config
+from stretto.weights import initialise, put
 
 torch.set_num_threads(2)
 NOUNS, VERBS = ["cat", "dog", "bird", "house", "tree", "river"], ["sees", "hears", "likes"]
 WORDS = [*NOUNS, *VERBS, "the", "a", "big", "small", "red", "blue", "quickly", "slowly", "and", "or", "but"]
+
+
+def materialise(model: torch.nn.Module, cfg: ModelConfig, seed: int, device: torch.device | str) -> None:
+    """Gives a model built on the meta device its memory and its first values."""
+    model.to_empty(device=device)
+    initialise(model, cfg, seed, put)
 
 
 def write_corpus(folder: Path, documents: int = 30, words: int = 60) -> Path:

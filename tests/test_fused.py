@@ -21,8 +21,7 @@ from stretto.report import read_events
 from stretto.step import autocast
 from stretto.techniques import apply_all
 from stretto.train import train
-from stretto.weights import materialise
-from tests.conftest import MakeConfig, write_images, write_pairs
+from tests.conftest import MakeConfig, materialise, write_images, write_pairs
 from tests.test_model import CLASSES, CONFIGS, Sample, collate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,16 +91,21 @@ def test_loss_and_gradients_are_those_of_the_plain_model(name: str, form: str) -
 
 @pytest.mark.parametrize("name", KINDS)
 def test_in_bf16_it_is_as_exact_as_a_plain_model_of_bf16_activations(name: str) -> None:
-    """The plain model under autocast keeps its residual stream in fp32; the one to compare with keeps it in bf16."""
+    """The plain model under autocast keeps its residual stream in fp32; the one to compare with keeps it in bf16. Over
+    several batches: in one of them, a few ReLUs that rounding switches over can outweigh everything else."""
     cfg = KINDS[name]
     if cfg.positions == "sinusoidal":  # these are fp32, and so would be the plain stream
         cfg = replace(cfg, positions="learned")
-    batch = make_batch(cfg)
-    exact = learn(build(cfg, dtype=torch.float64), batch)
-    plain = errors(learn(build(cfg, dtype=torch.bfloat16), batch), exact)
-    fused = errors(learn(build(cfg, FusedConfig()), batch, "bf16"), exact)
+    models = build(cfg, dtype=torch.float64), build(cfg, dtype=torch.bfloat16), build(cfg, FusedConfig())
+    plain, fused = [], []
+    for seed in range(0, 60, 10):
+        batch = make_batch(cfg, seed=seed)
+        exact = learn(models[0], batch)
+        plain.append(errors(learn(models[1], batch), exact))
+        fused.append(errors(learn(models[2], batch, "bf16"), exact))
     for what in ("loss", "gradients"):
-        assert fused[what] <= 2 * plain[what] + 2e-3, (what, fused[what], plain[what])
+        ours, theirs = (sum(found[what] for found in some) / len(some) for some in (fused, plain))
+        assert ours <= 2 * theirs + 1e-3, (what, ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["decoder-rotary", "encoder", "encoder-decoder"])
@@ -231,12 +235,11 @@ def losses(config: Config) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_200_steps_stay_closer_to_the_plain_model_than_another_seed(
-    make_config: MakeConfig, tmp_path: Path, precision: str
+def test_200_steps_in_bf16_stay_closer_to_the_plain_model_than_another_seed(
+    make_config: MakeConfig, tmp_path: Path
 ) -> None:
     def run(name: str, **changes: Any) -> Tensor:
-        changes |= {"train__steps": 200, "train__precision": precision, "model__dropout": 0.0}
+        changes |= {"train__steps": 200, "train__precision": "bf16", "model__dropout": 0.0}
         return losses(make_config(run__dir=str(tmp_path / name), run__device=DEVICE.type, **changes))
 
     plain, other = run("plain"), run("other", run__seed=1)

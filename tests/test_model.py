@@ -23,7 +23,7 @@ from stretto.batch import IGNORE, Batch, Counts, Layout, Sequences
 from stretto.config import ModelConfig
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Decoder, EncoderDecoder, Model, build_model, sites
-from stretto.weights import materialise
+from tests.conftest import materialise
 
 VOCAB, WIDTH, MAX_LEN, CLASSES = 43, 24, 40, 4
 EXACT = 1e-9  # in float64, whatever the order of summation

@@ -121,7 +121,7 @@ def adamw_ref(param: Tensor, grad: Tensor, place: Place, state: Workspace, contr
     m = m + (g - m) * (1 - rule.beta1)
     v = v * rule.beta2 + g * g * (1 - rule.beta2)
     weight = param.float() if low is None else join(param, low)
-    weight = weight * (1 - lr * decay) - (lr / c1) * m / (_sqrt(v) / _sqrt(c2) + rule.eps)
+    weight = weight * (1 - lr * decay) - (lr / c1) * m / (_sqrt(v) * (1 / _sqrt(c2)) + rule.eps)
 
     if exp_avg.dtype == torch.bfloat16:
         bits = _bits_ref(place, state, 1)
@@ -197,10 +197,10 @@ def _round(x, bits):
 @jit
 def _update(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
-    factor, rest1, beta2, rest2, eps, keep, lr, root, first0, second0, first1, second1,
+    factor, rest1, beta2, rest2, eps, keep, lr, unroot, first0, second0, first1, second1,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """adamw_ref for one chunk. rest = 1 - beta, keep = 1 - lr decay, lr is divided by c1 already, root = sqrt(c2)."""
+    """adamw_ref for one chunk. rest = 1 - beta, keep = 1 - lr decay, lr is divided by c1, unroot = 1 / sqrt(c2)."""
     count = count // UNIT * UNIT  # as above
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -215,7 +215,7 @@ def _update(
 
         m = m + (g - m) * rest1
         v = v * beta2 + g * g * rest2
-        weight = weight * keep - tl.div_rn(lr * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+        weight = weight * keep - tl.div_rn(lr * m, tl.sqrt_rn(v) * unroot + eps)
 
         if exp_avg_ptr.dtype.element_ty == tl.bfloat16:
             bits = mix(mix((col + i).to(tl.uint32) ^ first1) + second1)
@@ -254,18 +254,18 @@ def _adamw_kernel(
     lr = tl.load(rates_ptr + 2 * group)
     keep = 1 - lr * tl.load(rates_ptr + 2 * group + 1)
     lr = tl.div_rn(lr, tl.load(corrections_ptr + 2 * number).to(tl.float32))
-    root = tl.sqrt_rn(tl.load(corrections_ptr + 2 * number + 1).to(tl.float32))
+    unroot = tl.div_rn(1.0, tl.sqrt_rn(tl.load(corrections_ptr + 2 * number + 1).to(tl.float32)))
     first0, second0 = row_words(keys_ptr + 2 * number, 2 * number)
     first1, second1 = row_words(keys_ptr + 2 * number, 2 * number + 1)
     if (tl.load(row + 7) != 0) & (count % 16 == 0):
         _update(
             _at(param, begin, PARAM, 16), _at(grad, begin, GRAD, 16), exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
-            factor, rest1, beta2, rest2, eps, keep, lr, root, first0, second0, first1, second1, 16, BLOCK,
+            factor, rest1, beta2, rest2, eps, keep, lr, unroot, first0, second0, first1, second1, 16, BLOCK,
         )  # fmt: skip
     else:
         _update(
             _at(param, begin, PARAM, 1), _at(grad, begin, GRAD, 1), exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
-            factor, rest1, beta2, rest2, eps, keep, lr, root, first0, second0, first1, second1, 1, BLOCK,
+            factor, rest1, beta2, rest2, eps, keep, lr, unroot, first0, second0, first1, second1, 1, BLOCK,
         )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
 
-CHUNK_BYTES = 2**30  # of logits
+CHUNK_BYTES = 2**31  # of logits
 CONVENTIONS = ("torch", "fairseq")
 
 
