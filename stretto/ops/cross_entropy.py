@@ -42,6 +42,7 @@ from torch import Tensor
 
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
 
+LOG2_E = tl.constexpr(1.4426950408889634) if tl else None
 CHUNK_BYTES = 2**31  # of logits
 CONVENTIONS = ("torch", "fairseq")
 
@@ -101,17 +102,20 @@ def gradient_ref(logits: Tensor, labels: Tensor, stats: Tensor, smoothing: float
 
 @jit
 def _online(z, top, total):
-    """Maximum and sum of exponentials of each lane after one more block. Lanes meet only after the last block: the loop
-    has no reduction in it. Of the two exponentials that a new maximum asks for, one is always 1."""
-    grows = z > top
-    e = tl.exp(-tl.abs(z - top))
-    return tl.maximum(top, z), tl.where(grows, total * e + 1, total + e)
+    """Maximum and sum of exponentials of each lane, which has seen one more row of z [lanes, 8]. Lanes meet only after
+    the last block: the loop has no barrier in it, and rescales once for eight columns."""
+    higher = tl.maximum(top, tl.max(z, 1))
+    e = tl.exp2((z - higher[:, None]) * LOG2_E)
+    return higher, total * tl.exp2((top - higher) * LOG2_E) + tl.sum(e, 1)
 
 
 @jit
-def _gradient(z, col, cols, label, top, log_total, smoothing, z_loss):
-    softmax = tl.exp(z - top - log_total)
-    dz = softmax * (1 + 2 * z_loss * (top + log_total)) - smoothing / cols
+def _gradient(z, col, cols, label, top, log_total, smoothing, z_loss, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr):
+    dz = tl.exp2((z - top) * LOG2_E - log_total * LOG2_E)  # softmax
+    if Z_LOSS:
+        dz *= 1 + 2 * z_loss * (top + log_total)
+    if SMOOTH:
+        dz -= smoothing / cols
     return tl.where(col == label.to(tl.int32), dz - (1 - smoothing), dz)
 
 
@@ -127,20 +131,22 @@ def _cross_entropy_kernel(
     ignore,
     z_loss,
     SMOOTH: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
+    BLOCK: tl.constexpr = 8 * LANES
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     label = tl.load(label_ptr + row)
-    lane = tl.arange(0, BLOCK)
+    lane = 8 * tl.arange(0, LANES)[:, None] + tl.arange(0, 8)[None, :]
     if label == ignore:
         tl.store(loss_ptr + row, 0.0)
         tl.store(stats_ptr + 2 * row, 0.0)
         tl.store(stats_ptr + 2 * row + 1, 0.0)
         if GRADIENT:
             for start in range(0, cols, BLOCK):
-                zero = tl.zeros([BLOCK], z_ptr.dtype.element_ty)
+                zero = tl.zeros([LANES, 8], z_ptr.dtype.element_ty)
                 tl.store(z_ptr + start + lane, zero, mask=start + lane < cols)
         return
 
@@ -150,26 +156,28 @@ def _cross_entropy_kernel(
     full = cols // BLOCK * BLOCK
     in_rest = full + lane < cols
     first = tl.load(z_ptr).to(tl.float32)
-    top = tl.full([BLOCK], -3e38, tl.float32)  # finite: a lane that sees no column, or -inf, stays free of NaN
-    total = tl.zeros([BLOCK], tl.float32)
-    sum_from_first = tl.zeros([BLOCK], tl.float32)  # of z - z[0], for the mean: exact where logits share an offset
+    top = tl.full([LANES], -1e38, tl.float32)  # finite: a lane that sees no column, or -inf, stays free of NaN
+    total = tl.zeros([LANES], tl.float32)
+    sum_from_first = tl.zeros([LANES], tl.float32)  # of z - z[0], for the mean: exact where logits share an offset
     for start in tl.range(0, full, BLOCK, num_stages=3):  # two blocks ahead, as few programs hide the latency
         z = tl.load(z_ptr + start + lane).to(tl.float32)
         top, total = _online(z, top, total)
         if SMOOTH:
-            sum_from_first += z - first
+            sum_from_first += tl.sum(z - first, 1)
     if full < cols:
         z = tl.load(z_ptr + full + lane, mask=in_rest, other=float("-inf")).to(tl.float32)
         top, total = _online(z, top, total)
         if SMOOTH:
-            sum_from_first += tl.where(in_rest, z - first, 0.0)
+            sum_from_first += tl.sum(tl.where(in_rest, z - first, 0.0), 1)
     row_top = tl.max(top, 0)
-    log_total = tl.log(tl.sum(total * tl.exp(top - row_top), 0))
+    log_total = tl.log(tl.sum(total * tl.exp2((top - row_top) * LOG2_E), 0))
     # A label that does not exist makes loss and gradient NaN, for whoever watches the gradient norm.
     log_total = tl.where(exists, log_total, float("nan"))
 
     lse = row_top + log_total
-    loss = log_total - (1 - smoothing) * (target - row_top) + z_loss * lse * lse
+    loss = log_total - (1 - smoothing) * (target - row_top)
+    if Z_LOSS:
+        loss += z_loss * lse * lse
     if SMOOTH:
         loss -= smoothing * (tl.sum(sum_from_first, 0) / cols - (row_top - first))
     tl.store(loss_ptr + row, loss)
@@ -179,12 +187,12 @@ def _cross_entropy_kernel(
     if GRADIENT:
         if full < cols:
             z = tl.load(z_ptr + full + lane, mask=in_rest, other=0.0).to(tl.float32)
-            dz = _gradient(z, full + lane, cols, label, row_top, log_total, smoothing, z_loss)
+            dz = _gradient(z, full + lane, cols, label, row_top, log_total, smoothing, z_loss, SMOOTH, Z_LOSS)
             tl.store(z_ptr + full + lane, dz.to(z_ptr.dtype.element_ty), mask=in_rest)
         for start in range(0, full, BLOCK):
             col = full - BLOCK - start + lane
             z = tl.load(z_ptr + col).to(tl.float32)
-            dz = _gradient(z, col, cols, label, row_top, log_total, smoothing, z_loss)
+            dz = _gradient(z, col, cols, label, row_top, log_total, smoothing, z_loss, SMOOTH, Z_LOSS)
             tl.store(z_ptr + col, dz.to(z_ptr.dtype.element_ty))
 
 
@@ -200,6 +208,8 @@ def _cross_entropy_backward_kernel(
     smoothing,
     ignore,
     z_loss,
+    SMOOTH: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -209,14 +219,14 @@ def _cross_entropy_backward_kernel(
     top = tl.load(stats_ptr + 2 * row)
     log_total = tl.load(stats_ptr + 2 * row + 1)
     z = tl.load(z_ptr + row * z_stride + col, mask=(col < cols) & kept, other=0.0).to(tl.float32)
-    dz = _gradient(z, col, cols, label, top, log_total, smoothing, z_loss) * tl.load(dloss_ptr)
+    dz = _gradient(z, col, cols, label, top, log_total, smoothing, z_loss, SMOOTH, Z_LOSS) * tl.load(dloss_ptr)
     dz = tl.where(kept, dz, 0.0)
     tl.store(dz_ptr + row * cols + col, dz.to(dz_ptr.dtype.element_ty), mask=col < cols)
 
 
 def _num_warps(cols: int) -> int:
-    """With 8 columns a lane, 16 bytes of bf16: a short row is one block; a long one gets many warps, so that few rows
-    are in flight."""
+    """With 8 columns a lane, 16 bytes of bf16: a short row is one block; a long one gets 32 warps, so that no more than
+    two programs share a multiprocessor, one summing while the other writes, and few rows are in flight."""
     return 32 if cols > 2**15 else min(max(next_power_of_2(cols) // 256, 1), 16)
 
 
@@ -243,8 +253,9 @@ def launch_rows(
             ignore,
             z_loss,
             SMOOTH=smoothing != 0.0,
+            Z_LOSS=z_loss != 0.0,
             GRADIENT=gradient,
-            BLOCK=256 * warps,
+            LANES=32 * warps,
             num_warps=warps,
         )
     return losses, stats
@@ -271,6 +282,8 @@ def launch_backward(
             smoothing,
             ignore,
             z_loss,
+            SMOOTH=smoothing != 0.0,
+            Z_LOSS=z_loss != 0.0,
             BLOCK=256 * warps,
             num_warps=warps,
         )

@@ -16,17 +16,17 @@ from stretto.optim import weight_writer
 from stretto.runtime import Runtime
 from stretto.train import build
 from stretto.trained import load_run_config
-from tests.conftest import write_pairs
+from tests.conftest import write_images, write_pairs
 from tests.distributed.test_data_parallel import base, change, eval_losses, launch, losses, samples
 
 pytestmark = pytest.mark.dist
 STEPS = 8
-TASKS = ("causal", "translation", "masked")
+TASKS = ("causal", "translation", "masked", "images")
 BF16 = 1e-2  # how far losses may be apart where bf16 rounds sums of another order, or the residual stream too
 
 
 def trees(folder: Path) -> dict[str, dict[str, Any]]:
-    """A pre-norm decoder, an encoder-decoder, a post-norm encoder; and a decoder of another kind with bf16 weights."""
+    """A pre-norm decoder, an encoder-decoder, a post-norm encoder and a ViT; and another decoder with bf16 weights."""
     causal = change(
         base(folder), model__activation_dropout=0.1, techniques__fused={},
         optim__eps=1e-4,  # else Adam blows up rounding where the true gradient is 0 (the bias of a key)
@@ -40,12 +40,16 @@ def trees(folder: Path) -> dict[str, dict[str, Any]]:
         causal, data__task="masked", model__kind="encoder", model__norm_order="post", model__embed_norm=True,
         model__token_types=2, techniques__fused={"recompute": True},
     )  # fmt: skip
+    images = change(
+        causal, data__task="images", data__train=str(write_images(folder / "images.npz")), data__held_out=0.2,
+        model__kind="vit", model__image_size=16, model__patch=4,
+    )  # fmt: skip
     split = change(
         causal, train__precision="bf16", techniques__fused={"weights": "split"}, model__positions="rotary",
         model__norm="rmsnorm", model__activation="swiglu", model__bias=False, model__kv_heads=2,
         model__dropout=0.0, model__activation_dropout=0.0,  # off and on drop other elements
     )  # fmt: skip
-    return {"causal": causal, "translation": translation, "masked": masked, "split": split}
+    return {"causal": causal, "translation": translation, "masked": masked, "images": images, "split": split}
 
 
 def off(tree: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +66,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = trees(folder)
     two = {f"{task}-{mode}": change(one[task], parallel__data=mode) for task in one for mode in ("replicate", "shard")}
     jobs = {name: job(tree) for name, tree in two.items()}
-    jobs["causal-shard-compiled"] = job(change(two["causal-shard"], train__compile=True))
+    # Images all have one shape, so there is little to compile.
+    jobs["images-shard-compiled"] = job(change(two["images-shard"], train__compile=True))
     split = two["split-shard"]
     for name in ("same", "swapped", "alone", "alone-off"):  # it stops one step later, when all have heard of it
         jobs[name] = job(split, stop_after=3)
@@ -84,7 +89,7 @@ def code(runs: Path, name: str, rank: int = 0) -> int:
 
 @pytest.mark.parametrize(
     ("task", "mode"),
-    [*((task, mode) for task in TASKS for mode in ("replicate", "shard")), ("causal", "shard-compiled")],
+    [*((task, mode) for task in TASKS for mode in ("replicate", "shard")), ("images", "shard-compiled")],
 )
 def test_two_processes_equal_one(runs: Path, task: str, mode: str) -> None:
     """With dropout too, compiled or not: its masks depend on the micro-batch alone."""
