@@ -124,8 +124,8 @@ def adamw_ref(param: Tensor, grad: Tensor, place: Place, state: Workspace, contr
     weight = weight * (1 - lr * decay) - (lr / c1) * m / (_sqrt(v) * (1 / _sqrt(c2)) + rule.eps)
 
     if exp_avg.dtype == torch.bfloat16:
-        bits = _bits_ref(place, state, 1)
-        m, v = round_ref(m, bits), round_ref(v, bits >> 16)
+        bits = _bits_ref(place, state)
+        m, v = round_ref(m, bits >> 8), round_ref(v, bits)
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
     if low is not None:
@@ -133,14 +133,15 @@ def adamw_ref(param: Tensor, grad: Tensor, place: Place, state: Workspace, contr
         param.copy_(high)
         low.copy_(rest)
     elif param.dtype == torch.bfloat16:
-        param.copy_(round_ref(weight, _bits_ref(place, state, 0)))
+        param.copy_(round_ref(weight, _bits_ref(place, state) >> 16))
     else:
         param.copy_(weight)
 
 
-def _bits_ref(place: Place, state: Workspace, stream: int) -> Tensor:
-    """32 random bits per element; one stream for the weight, one for both moments."""
-    row = torch.tensor(2 * place.number + stream, device=state.keys.device)
+def _bits_ref(place: Place, state: Workspace) -> Tensor:
+    """32 random bits per element: 16 for the weight, 16 for v, and 8 of each for m. Each is right on average by itself,
+    and the kernel, which is short of instructions and not of bytes, is spared a second hash."""
+    row = torch.tensor(place.number, device=state.keys.device)
     col = (torch.arange(place.length, device=state.keys.device) + place.first) & 0xFFFFFFFF
     return hash_ref(state.keys[place.number], row, col)
 
@@ -197,7 +198,7 @@ def _round(x, bits):
 @jit
 def _update(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
-    factor, rest1, beta2, rest2, eps, keep, lr, unroot, first0, second0, first1, second1,
+    factor, rest1, beta2, rest2, eps, keep, lr, unroot, first, second,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """adamw_ref for one chunk. rest = 1 - beta, keep = 1 - lr decay, lr is divided by c1, unroot = 1 / sqrt(c2)."""
@@ -217,9 +218,9 @@ def _update(
         v = v * beta2 + g * g * rest2
         weight = weight * keep - tl.div_rn(lr * m, tl.sqrt_rn(v) * unroot + eps)
 
+        bits = mix(mix((col + i).to(tl.uint32) ^ first) + second)  # computed only if one of these uses it
         if exp_avg_ptr.dtype.element_ty == tl.bfloat16:
-            bits = mix(mix((col + i).to(tl.uint32) ^ first1) + second1)
-            m, v = _round(m, bits), _round(v, bits >> 16)
+            m, v = _round(m, bits >> 8), _round(v, bits)
         tl.store(exp_avg_ptr + i, m.to(exp_avg_ptr.dtype.element_ty), mask=inside)
         tl.store(exp_avg_sq_ptr + i, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=inside)
         if low_ptr is not None:
@@ -228,7 +229,7 @@ def _update(
             tl.store(low_ptr + i, (raw - high).to(tl.int16), mask=inside)
             weight = high.to(tl.float32, bitcast=True)
         elif param_ptr.dtype.element_ty == tl.bfloat16:
-            weight = _round(weight, mix(mix((col + i).to(tl.uint32) ^ first0) + second0))
+            weight = _round(weight, bits >> 16)
         tl.store(param_ptr + i, weight.to(param_ptr.dtype.element_ty), mask=inside)
 
 
@@ -255,17 +256,16 @@ def _adamw_kernel(
     keep = 1 - lr * tl.load(rates_ptr + 2 * group + 1)
     lr = tl.div_rn(lr, tl.load(corrections_ptr + 2 * number).to(tl.float32))
     unroot = tl.div_rn(1.0, tl.sqrt_rn(tl.load(corrections_ptr + 2 * number + 1).to(tl.float32)))
-    first0, second0 = row_words(keys_ptr + 2 * number, 2 * number)
-    first1, second1 = row_words(keys_ptr + 2 * number, 2 * number + 1)
+    first, second = row_words(keys_ptr + 2 * number, number)
     if (tl.load(row + 7) != 0) & (count % 16 == 0):
         _update(
             _at(param, begin, PARAM, 16), _at(grad, begin, GRAD, 16), exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
-            factor, rest1, beta2, rest2, eps, keep, lr, unroot, first0, second0, first1, second1, 16, BLOCK,
+            factor, rest1, beta2, rest2, eps, keep, lr, unroot, first, second, 16, BLOCK,
         )  # fmt: skip
     else:
         _update(
             _at(param, begin, PARAM, 1), _at(grad, begin, GRAD, 1), exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
-            factor, rest1, beta2, rest2, eps, keep, lr, unroot, first0, second0, first1, second1, 1, BLOCK,
+            factor, rest1, beta2, rest2, eps, keep, lr, unroot, first, second, 1, BLOCK,
         )  # fmt: skip
 
 
