@@ -34,11 +34,15 @@ def attend(
     if q_layout.dense and k_layout.dense:
         return _attend_dense(q, k, v, q_layout, k_layout, causal, dropout, bias)
     packed = q_layout.lengths is None and k_layout.lengths is None
-    plain = dropout == 0.0 and bias is None
-    if packed and plain and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+    if packed and dropout == 0.0 and bias is None and _fits_kernels(q):
         return _attend_packed(q, k, v, q_layout, k_layout, causal)
     rectangle = (_pad(q, q_layout), _pad(k, k_layout), _pad(v, k_layout), _padded(q_layout), _padded(k_layout))
     return _unpad(_attend_dense(*rectangle, causal, dropout, bias), q_layout, q.shape[0])
+
+
+def _fits_kernels(q: Tensor) -> bool:
+    """Whether the kernels that are called by name, which check nothing, can take it."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _attend_packed(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool) -> Tensor:
@@ -65,7 +69,7 @@ def _attend_dense(
     q, k, v = (as_rows(t, layout).transpose(1, 2) for t, layout in ((q, q_layout), (k, k_layout), (v, k_layout)))
     mask = _mask(q, q_layout, k_layout, causal, bias)
     grouped = q.shape[1] != k.shape[1]
-    if q.is_cuda and k_layout.max_len <= SHORT and mask is None and not grouped:
+    if k_layout.max_len <= SHORT and mask is None and not grouped and _fits_kernels(q):
         # By its own name: the context manager that would choose it is not traced by torch.compile as a whole.
         keep = torch.is_grad_enabled()
         out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, keep, dropout, causal)[0]

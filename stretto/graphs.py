@@ -22,7 +22,8 @@ from torch import Tensor
 from stretto.batch import Batch, clone, copy_into, shape_of
 
 TIMES = 5  # before that, kernels are compiled and tuned, and memory settles
-MOST = 8
+MOST = 8  # graphs
+MANY = 1000  # shapes to count
 
 Step = Callable[[Batch, Tensor], tuple[Tensor, ...]]
 
@@ -49,14 +50,19 @@ class Recorder:
         self.factor.fill_(factor)
         shape = shape_of(batch)
         if shape not in self.recordings:
-            self.seen[shape] += 1
-            if self.seen[shape] < TIMES or len(self.recordings) == MOST:
+            if len(self.recordings) == MOST or not self.comes_again(shape):
                 return self.step(batch, self.factor)
             self.recordings[shape] = self.record(batch)
         recording = self.recordings[shape]
         copy_into(recording.batch, batch)
         recording.graph.replay()
         return tuple(result.clone() for result in recording.results)
+
+    def comes_again(self, shape: object) -> bool:
+        if len(self.seen) == MANY:  # no use in remembering them all
+            self.seen.clear()
+        self.seen[shape] += 1
+        return self.seen[shape] >= TIMES
 
     def record(self, batch: Batch) -> Recording:
         graph, own = torch.cuda.CUDAGraph(), clone(batch)

@@ -42,6 +42,7 @@ from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys
 from stretto.ops.embedding import embed
 from stretto.ops.heads import project_heads
+from stretto.ops.language import product_dtype
 from stretto.ops.mlp import mlp
 from stretto.ops.norm import add_norm, norm
 
@@ -65,11 +66,11 @@ class FusedStack(Stack):
         rotary = rotary_angles(positions, self.head_size, self.rope_theta) if self.rotary else None
         keys = self.draw_keys(x)
         memories = [None] * len(self.blocks) if memory is None else self.project_memory(memory)
-        pending: Tensor | None = None
-        for block, key, kv in zip(self.blocks, keys[:-1], memories, strict=True):
-            x, pending = block(x, layout, rotary, memory, memory_layout, pending=pending, keys=key, memory_kv=kv)
         last = self.blocks[-1]
         assert isinstance(last, FusedBlock)
+        pending = None if last.pre_norm else x
+        for block, key, kv in zip(self.blocks, keys[:-1], memories, strict=True):
+            x, pending = block(x, layout, rotary, memory, memory_layout, pending=pending, keys=key, memory_kv=kv)
         return last.add(pending, x, None, self.norm, keys[-1][0])[0] if last.pre_norm else x
 
     def draw_keys(self, x: Tensor) -> list[Keys]:
@@ -131,7 +132,7 @@ class FusedBlock(Block):
                 h, x = self.add(pending, x, bias, norm, key)
                 pending, bias = branch(h)
             return x, pending
-        h = x if pending is None else pending
+        h = pending if pending is not None else x
         for (norm, branch), key in zip(branches, norm_keys, strict=False):
             out, bias = branch(h)
             h, x = self.add(out, x, bias, norm, key)
@@ -148,7 +149,8 @@ class FusedBlock(Block):
         """The branch without the bias of its last product, and that bias: the next norm adds it."""
         at = self.attention
         parts = [at.heads, at.kv_heads, at.kv_heads]
-        q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *(rotary or (None, None)))
+        angles = () if rotary is None else (rotary.cos, rotary.sin)
+        q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *angles)
         p = at.dropout if self.training else 0.0
         out = attend(q, k, v, layout, layout, at.causal, p).flatten(1)
         return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
@@ -177,7 +179,7 @@ class FusedEmbedding(Embedding):
         positions, table = self.place(inputs)
         kind = None if self.token_type is None else self.token_type.weight
         norm: NormParts = (None, None, 0.0, False) if isinstance(self.norm, nn.Identity) else norm_parts(self.norm)
-        key, dtype = draw_keys(inputs.ids, 1)[0] if p > 0 else None, compute_dtype(token)
+        key, dtype = draw_keys(inputs.ids, 1)[0] if p > 0 else None, product_dtype(token)
         return embed(inputs.ids, token, positions, table, inputs.types, kind, self.scale, *norm, p, key, dtype)
 
     def place(self, inputs: Sequences) -> tuple[Tensor | None, Tensor | None]:
@@ -194,7 +196,7 @@ class FusedEmbedding(Embedding):
 
 class FusedPatchEmbedding(PatchEmbedding):
     def forward(self, pixels: Tensor) -> Tensor:
-        return super().forward(pixels).to(compute_dtype(self.position))
+        return super().forward(pixels).to(product_dtype(self.position))
 
 
 class FusedLMHead(LMHead):
@@ -208,9 +210,3 @@ class FusedLMHead(LMHead):
 def norm_parts(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
     return norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.RMSNorm)
-
-
-def compute_dtype(like: Tensor) -> torch.dtype:
-    """What matrix products run in: autocast's precision, or the parameter's own."""
-    device = like.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype

@@ -29,7 +29,14 @@ from stretto.batch import IGNORE, Batch, Layout, Sequences, dense_layout
 from stretto.config import ModelConfig
 
 X = TypeVar("X")
-Rotary = tuple[Tensor, Tensor]  # cos and sin, [T, D / 2]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The angles of each token, [T, D / 2]. Not a tuple: FSDP2 would round its tensors to the weights' precision."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 @dataclass
@@ -393,7 +400,7 @@ KINDS: dict[str, type[Model]] = {
 
 
 def build_model(cfg: ModelConfig, device: torch.device | str = "meta") -> Model:
-    """The model without values: on the meta device nothing is allocated until `init_weights`."""
+    """The model without values: on the meta device nothing is allocated until `to_empty`."""
     with torch.device(device):
         return KINDS[cfg.kind](cfg)
 
@@ -416,12 +423,12 @@ def sites(model: nn.Module) -> dict[str, list[str]]:
 def rotary_angles(positions: Tensor, head_size: int, theta: float) -> Rotary:
     frequencies = theta ** -(torch.arange(0, head_size, 2, device=positions.device).float() / head_size)
     angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    return Rotary(angles.cos(), angles.sin())
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotates the pairs (x[i], x[i + D/2]) of each head of x [T, heads, D] by the token's angles."""
-    cos, sin = (t[:, None, :] for t in rotary)
+    cos, sin = rotary.cos[:, None, :], rotary.sin[:, None, :]
     first, second = _at_least_fp32(x).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 

@@ -137,6 +137,7 @@ class FlatAdamW(torch.optim.Optimizer):
         self._launches = self._plan()
         self._norm: Tensor | None = None  # from `clip` to `step`
         self._limit = math.inf
+        self._recording = False
 
     def _views(self, place: Place, p: Tensor) -> dict[str, Tensor]:
         flats = {"exp_avg": self._flat.exp_avg, "exp_avg_sq": self._flat.exp_avg_sq}
@@ -159,6 +160,8 @@ class FlatAdamW(torch.optim.Optimizer):
         """Tells the launches where weights and gradients are now: both may have moved since the last step."""
         grads = [p.grad for p in self._params]
         types = [old if grad is None else grad.dtype for grad, old in zip(grads, self._grad_types, strict=True)]
+        present = [grad is not None for grad in grads]
+        assert not self._recording or (types == self._grad_types and present == self._present), "a step like the others"
         if types != self._grad_types:
             self._grad_types = types
             self._launches = self._plan()
@@ -167,7 +170,6 @@ class FlatAdamW(torch.optim.Optimizer):
                 [_local(self._params[place.number]) for place in launch.places],
                 [_local(grad) if (grad := grads[place.number]) is not None else None for place in launch.places],
             )
-        present = [grad is not None for grad in grads]
         if present != self._present:
             self._present = present
             upload(torch.tensor(present, dtype=torch.float32), self._active)
@@ -213,8 +215,12 @@ class FlatAdamW(torch.optim.Optimizer):
     @contextmanager
     def recording(self) -> Iterator[list[Tensor | None]]:
         """Around the recording of a step as a CUDA graph; gives what has to live as long as the graph."""
-        with ExitStack() as stack:
-            yield [stack.enter_context(launch.recording()) for _, launch in self._launches]
+        self._recording = True
+        try:
+            with ExitStack() as stack:
+                yield [stack.enter_context(launch.recording()) for _, launch in self._launches]
+        finally:
+            self._recording = False
 
     def _decide(self) -> Tensor:
         """Whether the update is applied: a boolean on the device."""
@@ -265,6 +271,8 @@ class FlatAdamW(torch.optim.Optimizer):
 
 def _check(parameters: list[Tensor], weights: str) -> torch.device:
     """The one device of the parameters."""
+    if not parameters:
+        raise ValueError("FlatAdamW has no parameter to train: all are frozen")
     for p in parameters:
         if p.dtype not in WEIGHTS[weights] or p.is_meta or p.device != parameters[0].device:
             raise ValueError(

@@ -85,6 +85,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
         # blocks or each block's weights are gathered on their own. The function is compiled, not the call: hooks,
         # which gather those weights, stay outside.
         by_block = sharded or config.techniques.fused is not None
+        torch._dynamo.config.recompile_limit = 64  # kinds of blocks, training or not, first and later shapes
         for module in [model.get_submodule(name) for name in roles["block"]] if by_block else [model]:
             module.forward = torch.compile(module.forward)
     parts = Trainable(

@@ -105,7 +105,7 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be a folder: {error.strerror}") from error
     if contestant != "stretto":  # the only one that uses techniques
-        overrides = [override for override in overrides if not override.startswith("techniques.")]
+        overrides = [override for override in overrides if not override.startswith(("techniques.", "train.graphs"))]
 
     def resolve(workload: Workload, graphs: bool) -> Config:
         path = stem.with_suffix(".toml")
@@ -114,8 +114,10 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
         path.write_text(dump_config(config), encoding="utf-8")
         return config
 
-    device = choose_device(resolve(WORKLOADS[name], graphs=False).run.device)
-    resolve(fit_to_device(WORKLOADS[name], device.type), graphs=device.type == "cuda")
+    config = resolve(WORKLOADS[name], graphs=False)
+    device = choose_device(config.run.device)
+    graphs = device.type == "cuda" and config.techniques.fused is not None
+    resolve(fit_to_device(WORKLOADS[name], device.type), graphs)
     return Job(name, contestant, stem, device, find_obstacle(contestant, device))
 
 

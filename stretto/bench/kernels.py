@@ -158,14 +158,18 @@ def build_mlp(rows: int, width: int, inner: int, kind: str) -> Problem:
 
 def plain_heads(x: Tensor, weight: Tensor, bias: Maybe, parts: list[int], *rotary: Tensor) -> tuple[Tensor, ...]:
     q, k, v = torch.split(linear(x, weight, bias).view(x.shape[0], sum(parts), -1), parts, dim=1)
-    return (model.rotate(q, rotary), model.rotate(k, rotary), v) if len(rotary) == 2 else (q, k, v)
+    if not rotary:
+        return q, k, v
+    angles = model.Rotary(*rotary)
+    return model.rotate(q, angles), model.rotate(k, angles), v
 
 
 def build_heads(rows: int, width: int, parts: list[int], rotary: bool = False) -> Problem:
     size = width // parts[0]
     out = sum(parts) * size
-    angles = model.rotary_angles(torch.arange(rows) % 4096, size, 5e5) if rotary else ()
-    args = (activations(rows, width), parameter(out, width), None if rotary else parameter(out), parts, *angles)
+    angles = model.rotary_angles(torch.arange(rows) % 4096, size, 5e5)
+    turns = (angles.cos, angles.sin) if rotary else ()
+    args = (activations(rows, width), parameter(out, width), None if rotary else parameter(out), parts, *turns)
     return Problem(project_heads, plain_heads, args, products(rows * width * out), "TF/s")
 
 

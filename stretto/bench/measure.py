@@ -48,6 +48,7 @@ NOT_WORK = re.compile(r"Sync$|^Stream Wait")  # the profiler's notes about waiti
 class Contestant:
     step: Callable[[int], Tensor]  # one training step on batch number i; its mean loss, still on the device
     parameters: Sequence[Tensor]  # that are trained
+    passes: int = 3  # over all batches, at least, until everything is compiled and recorded
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ def warm_up(contestant: Contestant, num_batches: int, device: torch.device) -> f
     """Passes over all batches until two in a row are within 10% of the fastest: everything is then compiled, tuned and
     recorded. Returns the loss of the very first step.
 
-    Peak memory counts from the second pass: the first may hold what tuning needs, and CUDA graphs are recorded in the
-    second, whose replays no longer show in the statistics.
+    Peak memory counts from the second pass: the first may hold what tuning needs. CUDA graphs are recorded later than
+    that, and must be: their replays no longer show in the statistics.
     """
     first_loss, seconds = math.nan, list[float]()
-    while len(seconds) < 3 or (len(seconds) < MOST_WARM_UP_PASSES and max(seconds[-2:]) > 1.1 * min(seconds)):
+    least = contestant.passes
+    while len(seconds) < least or (len(seconds) < MOST_WARM_UP_PASSES and max(seconds[-2:]) > 1.1 * min(seconds)):
         begin = time.perf_counter()
         for i in range(num_batches):
             loss = contestant.step(len(seconds) * num_batches + i)

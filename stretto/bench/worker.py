@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto import runtime, train
+from stretto import graphs, runtime, train
 from stretto.bench.batches import Draw, count, draw_batches, to_batch
 from stretto.bench.measure import Contestant, Work, measure
 from stretto.bench.workloads import WORKLOADS, fit_to_device
@@ -57,7 +57,8 @@ def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torc
         loss_sum, _ = run_step(parts, [(i, batch)], batch.counts.labels, rt.world)
         return loss_sum / batch.counts.labels
 
-    return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad])
+    passes = 3 if parts.recorder is None else graphs.TIMES + 2  # each batch may have a shape of its own
+    return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad], passes)
 
 
 def count_work(config: Config, draws: Sequence[Draw]) -> Work:

@@ -24,7 +24,6 @@ Traffic in bf16: 4 bytes an element of h forward (swiglu 6), 6 backward (swiglu 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.dropout import dropout_ref, keeps, row_words
-from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
+from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 
 KINDS = ("gelu", "gelu_tanh", "relu", "swiglu")
 
@@ -60,7 +59,7 @@ def activate_backward_ref(
     want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of activate_ref written out, for use inside of an op, where autograd does not reach."""
-    dy = _wide(dh)
+    dy = wide(dh)
     if kind == "relu":
         dx = torch.where(kept <= 0, 0.0, dy / (1 - p))
     else:
@@ -76,20 +75,11 @@ def activate_backward_ref(
 
 
 def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return _wide(x) if bias is None else _wide(x) + bias
+    return wide(x) if bias is None else wide(x) + bias
 
 
 def _drop(h: Tensor, p: float, key: Tensor | None) -> Tensor:
     return h if key is None or p == 0.0 else dropout_ref(h, p, key)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What to compute and to accumulate in."""
-    return dtype if dtype.itemsize >= 4 else torch.float32
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(wide_dtype(x.dtype))
 
 
 def _approximation(kind: str) -> str:
@@ -98,7 +88,7 @@ def _approximation(kind: str) -> str:
 
 @jit
 def gate_of(x, KIND: tl.constexpr):
-    """s(x) and 1 - s(x), neither by a subtraction that loses it where it is small. Products are fused by hand where the
+    """s(x) and 1 - s(x), the smaller one never by a subtraction from the larger. Products are fused by hand where the
     compiler might or might not, so that both kernels round alike."""
     if KIND == "gelu":
         # 1 - Phi(z) = 2^(polynomial of z >= 0): minimax, within 2e-8. The erf of the CUDA library chooses between two
@@ -262,13 +252,8 @@ def _block_shape(cols: int, kind: str) -> tuple[int, int]:
     return (1024 if kind == "swiglu" else 2048) // block_c, block_c
 
 
-@cache
-def _resident_programs(device: torch.device) -> int:
-    return 6 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
 def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    x = _with_dense_rows(x)
+    x = dense_rows(x)
     rows, cols = x.shape[0], x.shape[1] // 2 if kind == "swiglu" else x.shape[1]
     h = x.new_empty(rows, cols)
     block_r, block_c = _block_shape(cols, kind)
@@ -302,14 +287,14 @@ def launch_activate_backward(
     overwrite_dh: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`overwrite_dh` puts dx where dh was, if they have one shape: for a caller to whom dh is a temporary."""
-    dh, kept = _with_dense_rows(dh), _with_dense_rows(kept)
+    dh, kept = dense_rows(dh), dense_rows(kept)
     rows, cols = dh.shape
     dx = dh if overwrite_dh and kind != "swiglu" else kept.new_empty(kept.shape)
     h = kept.new_empty((rows, cols) if want_h else 0)
     block_r, block_c = _block_shape(cols, kind)
     column_blocks, groups = cdiv(cols, block_c), cdiv(rows, block_r)
     if want_dbias:  # few programs with many rows each; otherwise as many as there are blocks
-        groups = min(groups, cdiv(_resident_programs(dh.device), max(column_blocks, 1)))
+        groups = min(groups, cdiv(6 * num_processors(dh.device), max(column_blocks, 1)))
     sums = kept.new_empty((groups, kept.shape[1]) if want_dbias else 0, dtype=wide_dtype(kept.dtype))
     if dh.numel():
         _activate_backward_kernel[(groups, column_blocks)](
@@ -334,10 +319,6 @@ def launch_activate_backward(
             BLOCK_C=block_c,
         )
     return dx, h, sums.sum(0) if want_dbias else sums
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @torch.library.custom_op("stretto::activate", mutates_args=(), device_types="cpu")

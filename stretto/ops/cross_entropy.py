@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
+from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, product_dtype, tl, wide, wide_dtype
 
 LOG2_E = tl.constexpr(1.4426950408889634) if tl else None
 CHUNK_BYTES = 2**31  # of logits
@@ -57,7 +57,7 @@ def cross_entropy_ref(
 ) -> Tensor:
     """Both conventions as they are published."""
     kept, classes = labels != ignore, logits.shape[1]
-    z, labels = logits[kept].to(_wide(logits)), labels[kept]
+    z, labels = wide(logits[kept]), labels[kept]
     lse = z.logsumexp(1)
     if convention == "fairseq":
         each = smoothing / max(classes - 1, 1)
@@ -77,7 +77,7 @@ def rows_ref(
     logits: Tensor, labels: Tensor, smoothing: float, ignore: int, z_loss: float, gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses [T], and (top, log_total) of each row, [T, 2]. With `gradient` the logits become their gradient."""
-    z = logits.to(_wide(logits))
+    z = wide(logits)
     top = z.amax(1)
     z = z - top[:, None]
     log_total = z.exp().sum(1).log()
@@ -316,8 +316,8 @@ def _cross_entropy(
 
 @_cross_entropy.register_fake
 def _(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, z_loss: float) -> tuple[Tensor, Tensor]:
-    wide = _wide(logits)
-    return logits.new_empty((), dtype=wide), logits.new_empty(logits.shape[0], 2, dtype=wide)
+    dtype = wide_dtype(logits.dtype)
+    return logits.new_empty((), dtype=dtype), logits.new_empty(logits.shape[0], 2, dtype=dtype)
 
 
 @torch.library.custom_op("stretto::cross_entropy_backward", mutates_args=())
@@ -401,12 +401,12 @@ def run_chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, dx, dweight and dbias for a loss gradient of 1; those not needed are empty. All products go into memory
     that is there already, which also keeps autocast from rounding them."""
-    tokens, classes, wide = x.shape[0], weight.shape[0], _wide(x)
+    tokens, classes, dtype = x.shape[0], weight.shape[0], wide_dtype(x.dtype)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    loss = x.new_zeros((), dtype=wide)
+    loss = x.new_zeros((), dtype=dtype)
     dx = x.new_empty(x.shape if need_x else 0)
-    dweight = x.new_empty(weight.shape if need_weight else 0, dtype=wide)
-    dbias = x.new_zeros(classes if need_bias else 0, dtype=wide)
+    dweight = x.new_empty(weight.shape if need_weight else 0, dtype=dtype)
+    dbias = x.new_zeros(classes if need_bias else 0, dtype=dtype)
 
     stride = cdiv(classes, 64) * 64  # aligned rows: for the kernel's loads, and for matmuls with an odd vocabulary
     rows = chunk_rows(tokens, stride * x.element_size())
@@ -426,7 +426,7 @@ def run_chunks(
         if need_weight:
             add_product(dweight, dlogits.t(), x[part], beta=1.0 if start else 0.0)
         if need_bias:
-            dbias += dlogits.sum(0, dtype=wide)
+            dbias += dlogits.sum(0, dtype=dtype)
     return loss, dx, dweight, dbias
 
 
@@ -446,12 +446,12 @@ def _(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = _wide(x)
+    dtype = wide_dtype(x.dtype)
     return (
-        x.new_empty((), dtype=wide),
+        x.new_empty((), dtype=dtype),
         x.new_empty(x.shape if need_x else 0),
-        x.new_empty(weight.shape if need_weight else 0, dtype=wide),
-        x.new_empty(weight.shape[0] if need_bias else 0, dtype=wide),
+        x.new_empty(weight.shape if need_weight else 0, dtype=dtype),
+        x.new_empty(weight.shape[0] if need_bias else 0, dtype=dtype),
     )
 
 
@@ -508,8 +508,7 @@ def linear_cross_entropy(
             + ", ".join("None" if t is None else str(list(t.shape)) for t in (x, weight, bias, labels))
         )
     smoothing = _torch_smoothing(smoothing, convention, weight.shape[0])
-    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    x = x.to(product_dtype(x))
     recorded = torch.is_grad_enabled()
     need_x, need_weight, need_bias = (t is not None and recorded and t.requires_grad for t in (x, weight, bias))
     loss: Tensor = _linear_cross_entropy(
@@ -527,8 +526,3 @@ def _torch_smoothing(smoothing: float, convention: str, classes: int) -> float:
     if classes < 1:
         raise ValueError("cross entropy needs at least one class")
     return smoothing * classes / max(classes - 1, 1) if convention == "fairseq" else smoothing
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """What sums over x are taken in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

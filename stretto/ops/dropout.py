@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ops.language import INTERPRET, cdiv, jit, tl
+from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, tl
 
 _WORD = 0xFFFFFFFF
 
@@ -106,8 +106,7 @@ def _dropout_kernel(x_ptr, y_ptr, key_ptr, cols, x_stride, P: tl.constexpr, BLOC
 
 def launch_dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     rows, cols = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = dense_rows(x)
     y = x.new_empty(rows, cols)
     if y.numel():
         block = 1024

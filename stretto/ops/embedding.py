@@ -43,8 +43,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.dropout import dropout, dropout_ref, keeps, row_words
-from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
-from stretto.ops.norm import norm_ref, normalized_ref, num_processors, packed, stats_ref, wide
+from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.norm import norm_ref, normalized_ref, stats_ref
 
 # What is looked up: ids, token, positions, position, types, token_type. Without a table its ids are None too; without
 # types every token is of type 0.
@@ -80,7 +80,7 @@ def embed_ref(
     return (x if key is None else dropout_ref(x, p, key)).to(dtype)
 
 
-def norm_backward_ref(
+def embed_backward_ref(
     dy: Tensor, lookups: Lookups, scale: float, weight: Tensor, eps: float, rms: bool, p: float, key: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """dx, and dweight and dbias as one tensor [2, C]"""
@@ -331,11 +331,11 @@ def launch_embed(
     return y
 
 
-def launch_norm_backward(
+def launch_embed_backward(
     dy: Tensor, lookups: Lookups, scale: float, weight: Tensor, eps: float, rms: bool, p: float, key: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, cols = dy.shape
-    dy, tile = packed(dy), _tile(cols)
+    dy, tile = dense_rows(dy), _tile(cols)
     # 16 warps fill a processor: then a thread may use 128 registers, and every program is resident.
     resident = num_processors(dy.device) * max(1, 16 // tile["num_warps"])
     programs = min(cdiv(rows, tile["ROWS"]), resident)
@@ -354,7 +354,7 @@ def launch_add_by_id(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype
     table = dx.new_zeros(num_rows, cols, dtype=dtype)
     if not dx.numel():
         return table
-    dx = packed(dx)
+    dx = dense_rows(dx)
     # A radix sort passes over its keys once for each of their bytes.
     ids, order = torch.sort(ids.to(torch.int16 if num_rows <= 2**15 else torch.int32), stable=True)
     chunk = max(16, next_power_of_2(isqrt(rows)) // 4)
@@ -415,8 +415,8 @@ def _(ids: Tensor, token: Tensor, *others: Any) -> Tensor:
     return token.new_empty(ids.shape[0], token.shape[1], dtype=others[-1])
 
 
-@torch.library.custom_op("stretto::embed_norm_backward", mutates_args=(), device_types="cpu")
-def _norm_backward(
+@torch.library.custom_op("stretto::embed_backward", mutates_args=(), device_types="cpu")
+def _embed_backward(
     dy: Tensor,
     ids: Tensor,
     token: Tensor,
@@ -432,18 +432,18 @@ def _norm_backward(
     key: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     lookups = (ids, token, positions, position, types, token_type)
-    body = launch_norm_backward if INTERPRET else norm_backward_ref
+    body = launch_embed_backward if INTERPRET else embed_backward_ref
     return body(dy, lookups, scale, weight, eps, rms, p, key)
 
 
-@_norm_backward.register_kernel("cuda")
+@_embed_backward.register_kernel("cuda")
 def _(dy: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return launch_norm_backward(dy, args[:6], *args[6:])
+    return launch_embed_backward(dy, args[:6], *args[6:])
 
 
-@_norm_backward.register_fake
+@_embed_backward.register_fake
 def _(dy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    sums = dy.new_empty(2, dy.shape[1], dtype=torch.promote_types(dy.dtype, torch.float32))
+    sums = dy.new_empty(2, dy.shape[1], dtype=wide_dtype(dy.dtype))
     return dy.new_empty(dy.shape), sums
 
 
@@ -469,7 +469,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     *lookups, weight, bias, key = ctx.saved_tensors
     dweight = dbias = None
     if weight is not None:
-        dx, sums = _norm_backward(dy, *lookups, ctx.scale, weight, ctx.eps, ctx.rms, ctx.p, key)
+        dx, sums = _embed_backward(dy, *lookups, ctx.scale, weight, ctx.eps, ctx.rms, ctx.p, key)
         dweight, dbias = sums[0].to(weight.dtype), None if bias is None else sums[1].to(bias.dtype)
     else:
         dx = dy if key is None else dropout(dy, ctx.p, key)
@@ -486,7 +486,7 @@ def _table_gradient(dx: Tensor, ids: Tensor | None, table: Tensor, scale: float)
     if ids is not None:
         return _add_by_id(dx, ids, len(table), scale, table.dtype)
     # every token looked up row 0
-    first = dx.sum(0, keepdim=True, dtype=torch.promote_types(dx.dtype, torch.float32))
+    first = dx.sum(0, keepdim=True, dtype=wide_dtype(dx.dtype))
     return F.pad(first, (0, 0, 0, len(table) - 1)).to(table.dtype)
 
 

@@ -32,8 +32,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
-from stretto.ops.norm import num_processors, packed, wide
+from stretto.ops.language import (
+    INTERPRET,
+    cdiv,
+    dense_rows,
+    jit,
+    next_power_of_2,
+    num_processors,
+    product_dtype,
+    tl,
+    wide,
+    wide_dtype,
+)
 
 ROTATED = 2  # parts, the first ones: queries and keys
 
@@ -195,7 +205,7 @@ def launch_turn(
     partial = out.new_empty(programs, sum(counts) * size, dtype=torch.float32) if sums else None
     if out.numel():
         cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
-        present = [packed(part) for part in parts]
+        present = [dense_rows(part) for part in parts]
         present += present[:1] * (3 - len(parts))
         _turn_kernel[(groups, programs)](
             *present, out, cos, sin, partial, rows, out.stride(0),
@@ -255,7 +265,7 @@ _merge.register_kernel("cuda")(launch_merge_heads)
 @_merge.register_fake
 def _(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: bool) -> tuple[Tensor, Tensor]:
     width = sum(part.shape[1] for part in parts) * parts[0].shape[2]
-    total = parts[0].new_empty(width if sums else 0, dtype=torch.promote_types(parts[0].dtype, torch.float32))
+    total = parts[0].new_empty(width if sums else 0, dtype=wide_dtype(parts[0].dtype))
     return parts[0].new_empty(parts[0].shape[0], width), total
 
 
@@ -312,7 +322,6 @@ def project_heads(
     ):
         shapes = [None if t is None else list(t.shape) for t in (cos, sin)]
         raise ValueError(f"cos and sin {shapes} have to be [T, D/2] = {[x.shape[0], width / heads / 2]} both")
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = product_dtype(x)
     parted: tuple[Tensor, ...] = _ProjectHeads.apply(x.to(dtype), weight.to(dtype), bias, cos, sin, tuple(parts))
     return parted

@@ -1,13 +1,18 @@
-"""Triton where it is installed. Without it the kernels stay unused text, and the CPU bodies of the ops do the work.
+"""What all kernel files speak: Triton where it is installed, and the few words about tensors that they share.
 
-With TRITON_INTERPRET=1 in the environment the CPU bodies run the kernels themselves, in Triton's interpreter.
+Without Triton the kernels stay unused text, and the CPU bodies of the ops do the work. With TRITON_INTERPRET=1 in the
+environment the CPU bodies run the kernels themselves, in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 try:
     import triton
@@ -21,6 +26,7 @@ except ImportError:
         return _Missing(function.__name__)
 
 
+X = TypeVar("X", Tensor, Tensor | None)
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -41,4 +47,32 @@ def cdiv(n: int, d: int) -> int:
     return -(-n // d)
 
 
-__all__ = ["INTERPRET", "cdiv", "jit", "next_power_of_2", "tl", "triton"]
+@cache
+def num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What to compute and to sum in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x.dtype))
+
+
+def dense_rows(x: X) -> X:
+    """The kernels go from row to row in any stride, but through a row one by one."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products with x run in: autocast's precision, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+__all__ = [
+    "INTERPRET", "cdiv", "dense_rows", "jit", "next_power_of_2", "num_processors", "product_dtype", "tl", "triton",
+    "wide", "wide_dtype",
+]  # fmt: skip

@@ -34,9 +34,8 @@ from stretto.ops.activation import (
     check_activation,
     launch_activate,
     launch_activate_backward,
-    wide_dtype,
 )
-from stretto.ops.language import INTERPRET
+from stretto.ops.language import INTERPRET, product_dtype, wide_dtype
 
 
 def mlp_ref(
@@ -215,7 +214,6 @@ def mlp(
     for name, bias, weight in ("up", up_bias, up_weight), ("down", down_bias, down_weight):
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"the {name} bias is [{weight.shape[0]}], not {list(bias.shape)}")
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = product_dtype(x)
     x, up_weight, down_weight = x.to(dtype), up_weight.to(dtype), down_weight.to(dtype)
     return _mlp(x, up_weight, up_bias, down_weight, down_bias, kind, p, key if p > 0.0 else None, recompute)[0]

@@ -30,22 +30,15 @@ rounded tensors.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.ops.dropout import dropout_ref, keeps, row_words
-from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, tl
+from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 
-X = TypeVar("X", Tensor, Tensor | None)
 MAX_WIDTH = 16384  # a row, and in backward three sums as wide, must fit into the registers of one program
-
-
-def wide(x: Tensor) -> Tensor:
-    """What sums are computed in: fp32, or fp64 for fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def add_ref(branch: Tensor, residual: Tensor, branch_bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
@@ -265,15 +258,10 @@ def _sum_kernel(
         tl.store(third_ptr + col, total.to(third_ptr.dtype.element_ty), mask=col < cols)
 
 
-def packed(x: X) -> X:
-    """The kernels go from row to row in any stride, but through a row one by one."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
 def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, stream, stats. Without a branch the residual is the stream; an op may not return it, so `stream` is empty."""
     rows, cols = residual.shape
-    stats = residual.new_empty(1 if rms else 2, rows, dtype=torch.promote_types(residual.dtype, torch.float32))
+    stats = residual.new_empty(1 if rms else 2, rows, dtype=wide_dtype(residual.dtype))
     return residual.new_empty(rows, cols), residual.new_empty(0 if branch is None else rows, cols), stats
 
 
@@ -290,7 +278,7 @@ def launch_add_norm(
     post: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, stream, stats = new_outputs(branch, residual, rms)
-    branch, residual, (rows, cols) = packed(branch), packed(residual), residual.shape
+    branch, residual, (rows, cols) = dense_rows(branch), dense_rows(residual), residual.shape
     if rows:
         # A program has one row, a warp 1024 channels, a thread 32: four 16-byte loads of each bf16 tensor in flight,
         # registers for about 24 warps a processor; and up to 1024 channels the sums need no barrier.
@@ -298,9 +286,9 @@ def launch_add_norm(
         _norm_kernel[(rows,)](
             branch,
             residual,
-            packed(branch_bias),
-            packed(weight),
-            packed(norm_bias),
+            dense_rows(branch_bias),
+            dense_rows(weight),
+            dense_rows(norm_bias),
             key,
             y,
             stream,
@@ -318,11 +306,6 @@ def launch_add_norm(
     return y, stream, stats
 
 
-@cache
-def num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def launch_norm_backward(
     dy: Tensor | None,
     dstream: Tensor | None,
@@ -337,7 +320,7 @@ def launch_norm_backward(
     post: bool,
 ) -> list[Tensor]:
     inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, key)
-    dy, dstream, stream, (rows, cols) = packed(dy), packed(dstream), packed(stream), stream.shape
+    dy, dstream, stream, (rows, cols) = dense_rows(dy), dense_rows(dstream), dense_rows(stream), stream.shape
     if rows == 0:
         return inputs + [total.zero_() for total in sums]
     # A thread has 16 channels and their sums, and 8 warps fill a processor: then a thread may use all of its 255
@@ -354,7 +337,7 @@ def launch_norm_backward(
         dstream,
         stream,
         stats,
-        packed(weight),
+        dense_rows(weight),
         key,
         inputs[0],
         inputs[1] if len(inputs) == 2 else None,

@@ -38,7 +38,7 @@ def trees(folder: Path) -> dict[str, dict[str, Any]]:
     )  # fmt: skip
     masked = change(
         causal, data__task="masked", model__kind="encoder", model__norm_order="post", model__embed_norm=True,
-        model__token_types=2, techniques__fused={"recompute": True},
+        model__token_types=2, model__attention_dropout=0.1, techniques__fused={"recompute": True},
     )  # fmt: skip
     images = change(
         causal, data__task="images", data__train=str(write_images(folder / "images.npz")), data__held_out=0.2,
@@ -134,6 +134,7 @@ def test_split_weights_resume_exactly(runs: Path) -> None:
         ("alone", {"two/alone": 75, "one/alone-on": 0}),
         ("alone-off", {"two/alone-off": 75, "one/alone-off": 0}),
     ],
+    ids=["swapped", "alone", "alone-off"],
 )
 def test_split_weights_go_on_elsewhere(runs: Path, folder: str, legs: dict[str, int]) -> None:
     """With the technique off and on again, in one process, and there with it off."""
@@ -143,7 +144,7 @@ def test_split_weights_go_on_elsewhere(runs: Path, folder: str, legs: dict[str, 
     assert [found[step] for step in range(1, 5)] == [whole[step] for step in range(1, 5)]
 
 
-@pytest.mark.parametrize("fused", [FusedConfig(weights="split"), FusedConfig(), None])
+@pytest.mark.parametrize("fused", [FusedConfig(weights="split"), FusedConfig(), None], ids=["split", "fp32", "off"])
 def test_split_weights_are_loaded_exactly_in_one_process(runs: Path, fused: FusedConfig | None) -> None:
     folder = runs / "two" / "split-shard"
     config = replace(load_run_config(folder), techniques=TechniquesConfig(fused))

@@ -257,7 +257,7 @@ def test_ops() -> None:
     assert_op(family._embed, (ids, token, None, None, None, token_type, 1.0, None, None, *tail, torch.float32))
     detached = [t.detach() for t in tables]
     token, position, token_type, weight, bias = detached
-    assert_op(family._norm_backward, (rand(8, 9).t(), ids, token, at, position, kinds, token_type, 2.0, weight, *tail))
+    assert_op(family._embed_backward, (rand(8, 9).t(), ids, token, at, position, kinds, token_type, 2.0, weight, *tail))
     assert_op(family._add_by_id, (rand(8, 9).t(), ids, 11, 2.0, torch.bfloat16))
 
 
@@ -307,7 +307,7 @@ def test_a_run_lost_at_the_border_of_a_chunk_would_be_seen(monkeypatch: pytest.M
 
 
 def test_another_mask_in_the_backward_pass_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "launch_norm_backward" if RUNS_KERNELS else "norm_backward_ref"
+    name = "launch_embed_backward" if RUNS_KERNELS else "embed_backward_ref"
     true = getattr(family, name)
     monkeypatch.setattr(family, name, lambda *args: true(*args[:-1], KEY + 1))
     fused, plain, tensors = build_case()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from stretto.model import rotary_angles, rotate
+from stretto.model import Rotary, rotary_angles, rotate
 from stretto.ops import heads as family
 from stretto.ops.heads import merge_heads_ref, project_heads, project_heads_ref
 from stretto.ops.language import INTERPRET
@@ -34,7 +34,8 @@ traces_function = pytest.mark.filterwarnings("ignore:.*Function.* should not be 
 
 
 def angles(rows: int, size: int) -> tuple[Tensor, Tensor]:
-    return rotary_angles(torch.arange(rows, device=DEVICE) * 37 % 101, size, 10000.0)
+    turn = rotary_angles(torch.arange(rows, device=DEVICE) * 37 % 101, size, 10000.0)
+    return turn.cos, turn.sin
 
 
 def build_case(
@@ -48,7 +49,7 @@ def build_case(
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
         heads = F.linear(x, weight, bias).unflatten(1, (sum(parts), size)).split(parts, dim=1)
-        return tuple(rotate(part, turn) if turn and i < 2 else part for i, part in enumerate(heads))
+        return tuple(rotate(part, Rotary(*turn)) if turn and i < 2 else part for i, part in enumerate(heads))
 
     width = sum(parts) * size
     tensors = [rand(rows, 12), rand(width, 12, seed=1, scale=0.3), rand(width, seed=2)]
