@@ -222,6 +222,7 @@ def test_it_is_traced_whole(name: str) -> None:
     cfg = replace(KINDS[name], **DROPPING)
     batch, model = make_batch(cfg, "padded"), build(cfg, FusedConfig())
     eager = learn(model, batch)
+    torch.compiler.reset()  # all models share the code of `forward`, and it may be compiled only so many times
     compiled = copy.copy(model)
     compiled.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
     traced = learn(compiled, batch)

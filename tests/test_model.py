@@ -449,6 +449,7 @@ def test_compiled_equals_eager() -> None:
     model = build(replace(CONFIGS["decoder-rotary"], layers=1))
     batch = collate(model.cfg, [Sample.draw(n, 1, n) for n in (5, 1, 7)], empty=1)
     wanted = loss_and_gradients(model, batch)
+    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True)
     model.zero_grad()
     loss = compiled(batch)
