@@ -25,7 +25,7 @@ Run = Callable[..., tuple[list[float], checkpoint.Snapshot]]
 def run(make_config: MakeConfig, tmp_path: Path) -> Run:
     """Losses and the last checkpoint of a run with dropout everywhere."""
 
-    def run(name: str, **changes: Any) -> tuple[list[float], checkpoint.Snapshot]:
+    def run(name: str, resume: bool = False, **changes: Any) -> tuple[list[float], checkpoint.Snapshot]:
         folder = tmp_path / name
         defaults: dict[str, Any] = {
             "run__dir": str(folder), "run__device": "cuda", "train__steps": 50, "techniques__fused": {},
@@ -33,7 +33,7 @@ def run(make_config: MakeConfig, tmp_path: Path) -> Run:
             "run__deterministic": True,
         }  # fmt: skip
         config: Config = make_config(**(defaults | changes))
-        train(config)
+        train(config, resume)
         losses = [event["loss"] for event in read_events(folder) if "loss" in event]
         return losses, checkpoint.load(folder / "checkpoints", config.train.steps)
 
@@ -75,6 +75,18 @@ def test_shapes_that_keep_changing_are_not_all_recorded(
     data |= {"data__languages": ["xx", "yy"], "model__kind": "encoder-decoder", "data__max_tokens": 64}
     data |= {"data__join_documents": False, "model__attention_dropout": 0.0}
     assert_equal(run("off", **data), run("on", **data, train__graphs=True))
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_records_at_another_step_and_ends_with_the_same_bits(
+    run: Run, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "TIMES", 3)
+    options: dict[str, Any] = {"train__graphs": True, "optim__schedule": "constant", "train__steps": 12}
+    whole = run("whole", **options)
+    run("parts", **(options | {"train__steps": 7}))
+    parts = run("parts", **options, resume=True)
+    assert_equal(whole, parts)
 
 
 @pytest.mark.gpu
