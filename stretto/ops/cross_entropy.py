@@ -28,8 +28,9 @@ Bytes of the kernel for bf16: a row is read (2 V), read again and written (2 V).
 in the L2 cache: it goes backwards, beginning with what was read last, and a long row gets a program of 32 warps, of
 which at most two fit a multiprocessor: at V = 50304 the rows in flight on 132 multiprocessors are 26 MB.
 
-A chunk has as many rows as CHUNK_BYTES allow. Large chunks keep the matmuls efficient (dweight's inner dimension is the
-chunk) and touch the fp32 sum of dweight less often: it is read and written once per chunk.
+Large chunks keep the matmuls efficient (dweight's inner dimension is the chunk) and touch the fp32 sum of dweight less
+often: it is read and written once per chunk. On an H200 that takes 219 / rows of the time of the three matmuls: 3% with
+CHUNK_ROWS, by the rates of its memory and its matmuls.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from torch import Tensor
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, product_dtype, tl, wide, wide_dtype
 
 LOG2_E = tl.constexpr(1.4426950408889634) if tl else None
-CHUNK_BYTES = 2**31  # of logits
+CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # of logits
 CONVENTIONS = ("torch", "fairseq")
 
 
@@ -370,8 +371,8 @@ def cross_entropy(
 
 
 def chunk_rows(tokens: int, row_bytes: int) -> int:
-    """Rows of logits in a chunk: at most CHUNK_BYTES of them, a multiple of 128, in chunks of about the same size."""
-    most = max(CHUNK_BYTES // row_bytes // 128 * 128, 128)
+    """Rows of logits in a chunk: within both limits, a multiple of 128, in chunks of about the same size."""
+    most = max(min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // 128 * 128, 128)
     chunks = max(cdiv(tokens, most), 1)
     return max(cdiv(cdiv(tokens, chunks), 128), 1) * 128
 

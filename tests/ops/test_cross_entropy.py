@@ -123,7 +123,10 @@ def test_many_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("row_bytes", [128, 100608, 256512, 2**28])
 def test_chunks_are_few_and_equal(tokens: int, row_bytes: int) -> None:
     rows = chunk_rows(tokens, row_bytes)
-    chunks, fewest = cdiv(tokens, rows), cdiv(tokens, max(family.CHUNK_BYTES // row_bytes // 128 * 128, 128))
+    chunks, fewest = (
+        cdiv(tokens, rows),
+        cdiv(tokens, max(min(family.CHUNK_BYTES // row_bytes, family.CHUNK_ROWS) // 128 * 128, 128)),
+    )
     assert rows % 128 == 0 and chunks <= fewest
     assert rows == 128 or rows * row_bytes <= family.CHUNK_BYTES
     assert rows - (tokens - (chunks - 1) * rows) < 128 * max(chunks, 1)  # the last one lacks less than 128 for each
