@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.attention import attend
@@ -49,6 +50,7 @@ from stretto.ops.norm import add_norm, norm
 Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
 NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, epsilon, whether it is an RMSNorm
 Keys = tuple[Tensor | None, ...]  # of dropout, each [2]; None where nothing is dropped
+Branch = tuple[Tensor | None, Tensor | None]  # without the bias of its last product, and that bias: a norm adds both
 
 
 class FusedStack(Stack):
@@ -68,10 +70,10 @@ class FusedStack(Stack):
         memories = [None] * len(self.blocks) if memory is None else self.project_memory(memory)
         last = self.blocks[-1]
         assert isinstance(last, FusedBlock)
-        pending = None if last.pre_norm else x
+        pending: Branch = (None, None) if last.pre_norm else (x, None)
         for block, key, kv in zip(self.blocks, keys[:-1], memories, strict=True):
             x, pending = block(x, layout, rotary, memory, memory_layout, pending=pending, keys=key, memory_kv=kv)
-        return last.add(pending, x, None, self.norm, keys[-1][0])[0] if last.pre_norm else x
+        return last.add(pending, x, self.norm, keys[-1][0])[0] if last.pre_norm else x
 
     def draw_keys(self, x: Tensor) -> list[Keys]:
         """For each block, and for the norm after the last."""
@@ -109,16 +111,16 @@ class FusedBlock(Block):
         cache: LayerCache | None = None,
         cross_cache: LayerCache | None = None,
         *,
-        pending: Tensor | None = None,
+        pending: Branch = (None, None),
         keys: Keys = (None,) * KEYS,
         memory_kv: Heads | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Branch]:
         """Pre-norm: `pending` is the branch that is still to be added to the stream x. Post-norm: it is x again, with a
         gradient of its own, so that the norm that made both adds their gradients up."""
         if cache is not None:
             return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
         *norm_keys, mlp_key = keys
-        branches: list[tuple[nn.Module, Callable[[Tensor], tuple[Tensor, Tensor | None]]]] = [
+        branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary)),
             (self.mlp_norm, lambda h: self.expand(h, mlp_key)),
         ]
@@ -126,27 +128,23 @@ class FusedBlock(Block):
             branches.insert(
                 1, (self.cross_norm, lambda h: self.attend_memory(h, layout, memory, memory_layout, memory_kv))
             )
-        bias: Tensor | None = None
         if self.pre_norm:
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
-                h, x = self.add(pending, x, bias, norm, key)
-                pending, bias = branch(h)
+                h, x = self.add(pending, x, norm, key)
+                pending = branch(h)
             return x, pending
-        h = pending if pending is not None else x
+        again, _ = pending
+        assert again is not None
         for (norm, branch), key in zip(branches, norm_keys, strict=False):
-            out, bias = branch(h)
-            h, x = self.add(out, x, bias, norm, key)
-        return x, h
+            again, x = self.add(branch(again), x, norm, key)
+        return x, (again, None)
 
-    def add(
-        self, branch: Tensor | None, x: Tensor, bias: Tensor | None, norm: nn.Module, key: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def add(self, branch: Branch, x: Tensor, norm: nn.Module, key: Tensor | None) -> tuple[Tensor, Tensor]:
         """The normalised sum, and the stream that goes on: the sum itself, or post-norm the normalised one."""
-        p = self.dropout if self.training else 0.0
-        return add_norm(branch, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
+        p, (out, bias) = self.dropout if self.training else 0.0, branch
+        return add_norm(out, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
 
-    def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None) -> tuple[Tensor, Tensor | None]:
-        """The branch without the bias of its last product, and that bias: the next norm adds it."""
+    def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None) -> Branch:
         at = self.attention
         parts = [at.heads, at.kv_heads, at.kv_heads]
         angles = () if rotary is None else (rotary.cos, rotary.sin)
@@ -157,7 +155,7 @@ class FusedBlock(Block):
 
     def attend_memory(
         self, h: Tensor, layout: Layout, memory: Tensor | None, memory_layout: Layout | None, kv: Heads | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Branch:
         at = self.cross
         assert at is not None and memory is not None and memory_layout is not None
         (q,) = project_heads(h, at.q.weight, at.q.bias, [at.heads])
@@ -166,10 +164,10 @@ class FusedBlock(Block):
         out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p).flatten(1)
         return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
 
-    def expand(self, h: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def expand(self, h: Tensor, key: Tensor | None) -> Branch:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
-        # Pre-norm, the norm that would add the bias is the next block's, where FSDP2 has put this block's weights away.
-        mine, left = (down.bias, None) if self.pre_norm else (None, down.bias)
+        # Pre-norm, the norm that adds the bias is the next block's, by when FSDP2 has put this block's weights away.
+        mine, left = (down.bias, None) if self.pre_norm and isinstance(self, FSDPModule) else (None, down.bias)
         return mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute), left
 
 
