@@ -307,7 +307,7 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a norm that forgets the stream's own gradient": lambda patch: _wrap(
         patch, "add_norm", lambda out: (out[0], out[1].detach())
     ),
-    "an MLP without its key": lambda patch: _wrap(patch, "mlp", lambda out: out * 1.001),
+    "an MLP that is off by a thousandth": lambda patch: _wrap(patch, "mlp", lambda out: out * 1.001),
     "keys and values of the wrong layer": lambda patch: patch.setattr(
         "stretto.layers.FusedStack.project_memory", _shifted_memory
     ),

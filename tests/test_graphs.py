@@ -12,7 +12,7 @@ import torch
 from stretto import checkpoint, graphs
 from stretto.batch import clone, copy_into, shape_of
 from stretto.config import Config
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, NonFiniteError
 from stretto.report import read_events
 from stretto.train import train
 from tests.conftest import MakeConfig, write_images, write_pairs
@@ -91,10 +91,13 @@ def test_a_resumed_run_records_at_another_step_and_ends_with_the_same_bits(
 
 @pytest.mark.gpu
 def test_a_cancelled_update_is_cancelled_in_a_graph_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stretto.errors import NonFiniteError
-
-    with pytest.raises(NonFiniteError):
+    """The first update ruins the weights; the second step is recorded, and its gradient is not finite."""
+    monkeypatch.setattr(graphs, "TIMES", 2)
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
+    with pytest.raises(NonFiniteError, match="none was applied"):
         run("on", train__graphs=True, optim__lr=1e30, optim__clip=0.0)
+    assert len(replays) == 1
 
 
 def test_they_say_why_they_cannot_be_used(make_config: MakeConfig) -> None:

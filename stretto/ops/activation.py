@@ -246,8 +246,8 @@ def _activate_backward_kernel(
 def _block_shape(cols: int, kind: str) -> tuple[int, int]:
     """Rows and columns of a block. 1024 columns are the 128 threads of a program with one 16-byte load of bf16 each: a
     thread owns whole columns and sums them without asking its neighbours. Two rows, or the two halves of one for
-    swiglu, keep several loads in flight with few enough registers (at most 80 without dropout) for six programs on a
-    multiprocessor. A narrow tensor gets more rows instead."""
+    swiglu, keep several loads in flight with few enough registers for five or six programs on a multiprocessor. A
+    narrow tensor gets more rows instead."""
     block_c = min(next_power_of_2(cols), 1024)
     return (1024 if kind == "swiglu" else 2048) // block_c, block_c
 
