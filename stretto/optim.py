@@ -172,7 +172,7 @@ class FlatAdamW(torch.optim.Optimizer):
             )
         if present != self._present:
             self._present = present
-            upload(torch.tensor(present, dtype=torch.float32), self._active)
+            upload(torch.tensor(present, dtype=torch.float32, device="cpu"), self._active)
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:

@@ -174,7 +174,7 @@ def _sum_squares(grad_ptr, count, UNIT: tl.constexpr, BLOCK: tl.constexpr):
         i = start + tl.arange(0, BLOCK)
         g = tl.load(grad_ptr + i, mask=i < count, other=0.0).to(tl.float32)
         total += g * g
-    return tl.sum(total)
+    return tl.sum(total.to(tl.float64))  # whose order depends on the dtype of the gradients; in fp64 it does not show
 
 
 @jit
@@ -282,15 +282,16 @@ class Launch:
             return
         self._addresses: list[int] = []
         self._recording = False
-        self._lengths = torch.tensor([place.length for place in places])
+        self._lengths = torch.tensor([place.length for place in places], device="cpu")
         # Columns: address of the weight, of the gradient, length, offset, first, number, group, whether aligned.
-        self._host = torch.tensor([[0, 0, 0, p.offset, p.first, p.number, p.group, 0] for p in places])
+        rows = [[0, 0, 0, p.offset, p.first, p.number, p.group, 0] for p in places]
+        self._host = torch.tensor(rows, device="cpu")
         self._rows = torch.empty_like(self._host, device=device)
         counts = (self._lengths + CHUNK - 1) // CHUNK
         row = torch.repeat_interleave(counts)
-        within = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+        within = torch.arange(len(row), device="cpu") - (counts.cumsum(0) - counts)[row]
         self._chunks = torch.stack([row, within], 1).int().to(device)
-        self._sums = torch.empty(len(row), device=device)
+        self._sums = torch.empty(len(row), dtype=torch.float64, device=device)
 
     @property
     def runs_kernels(self) -> bool:
@@ -304,7 +305,7 @@ class Launch:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*self.params, *self.grads)]
         if addresses != self._addresses:
             self._addresses = addresses
-            columns = torch.tensor(addresses).view(2, -1).t()
+            columns = torch.tensor(addresses, device="cpu").view(2, -1).t()
             self._host[:, :2] = columns
             self._host[:, 2] = self._lengths * (columns[:, 1] != 0)
             self._host[:, 7] = (columns % 16 == 0).all(1)
@@ -335,7 +336,7 @@ class Launch:
                 self._rows, self._chunks, self._sums, GRAD=_TYPES[self.grad_type],
                 CHUNK=CHUNK, BLOCK=BLOCK, num_warps=NUM_WARPS,
             )  # fmt: skip
-        return self._sums.sum(dtype=torch.float64)
+        return self._sums.sum()
 
     def update(self, state: Workspace, control: Control, rule: Rule) -> None:
         """Once for each `aim`: gradients are not held on to."""

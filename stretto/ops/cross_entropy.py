@@ -456,10 +456,27 @@ def _(
     )
 
 
+@jit
+def _scale_kernel(x_ptr, by_ptr, y_ptr, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(y_ptr + i, (x * tl.load(by_ptr)).to(y_ptr.dtype.element_ty), mask=i < size)
+
+
+def launch_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    scaled, size = torch.empty_like(gradient, dtype=dtype), gradient.numel()
+    if size:
+        _scale_kernel[(cdiv(size, 4096),)](gradient, by, scaled, size, BLOCK=4096, num_warps=8)
+    return scaled
+
+
 @torch.library.custom_op("stretto::scale_gradient", mutates_args=())
 def _scale_gradient(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * by, rounded to dtype once, in one pass. A scalar tensor would be rounded to the gradient's dtype
-    before the product; a vector of one element makes the product as precise as itself."""
+    """gradient * by, rounded to dtype once, in one pass; torch's own kernel for two dtypes does not vectorise. A scalar
+    tensor would be rounded to the gradient's dtype before the product; a vector of one element makes the product as
+    precise as itself."""
+    if _has_kernel(gradient):
+        return launch_scale(gradient, by, dtype)
     return torch.mul(gradient, by.view(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
