@@ -1,12 +1,13 @@
-"""Softmax attention inside each sequence of a layout, by the fastest kernel that torch has for it.
+"""Softmax attention inside each sequence of a layout, by the fastest kernel there is for it.
 
 Shapes: queries [T, H, D], keys and values [T', K, D] with H a multiple of K; see batch.py for layouts. Masks: causal,
-the ends of sequences, and an additive bias [H, S, S'] such as T5's relative positions. Which kernel wins was measured
-(docs/results.md, "Attention kernels"):
+the ends of sequences, and a bias [H, 2 R - 1] for each distance of key and query, such as T5's. Which kernel wins was
+measured (docs/results.md, "Attention kernels"):
 
-    dense                 cuDNN's; the memory-efficient one where sequences are short, since it works on smaller tiles
-    packed, 16 bits       the variable-length kernel, which knows neither dropout nor a bias
-    packed, otherwise     through a padded rectangle
+    our own (ops/attention.py)    in 16 bits: where all keys of a sequence are one tile; packed, unless sequences are
+                                  long; with a bias
+    the variable-length one       packed and long, without dropout, which it does not know
+    cuDNN's, chosen by torch      dense and longer; on a CPU, in fp32 or with padding, through a rectangle
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.batch import Layout
+from stretto.ops.attention import attention, is_short, spread_bias
+from stretto.ops.dropout import draw_keys
+from stretto.ops.language import triton
 
-# The memory-efficient kernel wins at 32 tokens (0.40 against cuDNN's 0.63 ms) and loses at 128 (0.90 against 0.55), in
-# bf16 with 16 heads of 64 and dropout; between them nothing was measured.
-SHORT = 64
+LONG = 1024  # tokens; at 1,024 our kernels still win over the variable-length one, at 4,096 they do not
 
 
 def attend(
@@ -33,27 +35,34 @@ def attend(
     bias: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, D], k and v [T', K, D] to [T, H, D]; softmax(q k / sqrt(D) + bias) v inside each sequence."""
-    if q_layout.dense and k_layout.dense:
+    dense, padded = q_layout.dense and k_layout.dense, not (q_layout.lengths is None and k_layout.lengths is None)
+    if not padded and _fits_kernels(q):
+        ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
+        if bias is not None or is_short(q, k_layout.max_len) or (not dense and (dropout or k_layout.max_len <= LONG)):
+            key = draw_keys(q, 1)[0] if dropout else None
+            return attention(q, k, v, *ends, causal, bias=bias, p=dropout, key=key)
+        if not dense:
+            return _attend_packed(q, k, v, *ends, causal)
+    if dense:
         return _attend_dense(q, k, v, q_layout, k_layout, causal, dropout, bias)
-    packed = q_layout.lengths is None and k_layout.lengths is None
-    if packed and dropout == 0.0 and bias is None and _fits_kernels(q):
-        return _attend_packed(q, k, v, q_layout, k_layout, causal)
     rectangle = (_pad(q, q_layout), _pad(k, k_layout), _pad(v, k_layout), _padded(q_layout), _padded(k_layout))
     return _unpad(_attend_dense(*rectangle, causal, dropout, bias), q_layout, q.shape[0])
 
 
 def _fits_kernels(q: Tensor) -> bool:
     """Whether the kernels that are called by name, which check nothing, can take it."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and triton is not None
 
 
-def _attend_packed(q: Tensor, k: Tensor, v: Tensor, q_layout: Layout, k_layout: Layout, causal: bool) -> Tensor:
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, q_max: int, k_max: int, causal: bool
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     if k.shape[1] != q.shape[1]:  # torch 2.11 groups KV heads by itself, later ones by an option: neither is needed
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
-    out = varlen_attn(q, k, v, *ends, window_size=(-1, 0) if causal else (-1, -1))
+    out = varlen_attn(q, k, v, q_ends, k_ends, q_max, k_max, window_size=(-1, 0) if causal else (-1, -1))
     assert isinstance(out, Tensor)
     return out
 
@@ -71,12 +80,7 @@ def _attend_dense(
     q, k, v = (as_rows(t, layout).transpose(1, 2) for t, layout in ((q, q_layout), (k, k_layout), (v, k_layout)))
     mask = _mask(q, q_layout, k_layout, causal, bias)
     grouped = q.shape[1] != k.shape[1]
-    if k_layout.max_len <= SHORT and mask is None and not grouped and _fits_kernels(q):
-        # By its own name: the context manager that would choose it is not traced by torch.compile as a whole.
-        keep = torch.is_grad_enabled()
-        out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, keep, dropout, causal)[0]
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and mask is None, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and mask is None, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -91,7 +95,8 @@ def _mask(q: Tensor, q_layout: Layout, k_layout: Layout, causal: bool, bias: Ten
         return mask
     if causal:
         mask = torch.ones(q_layout.max_len, k_layout.max_len, dtype=torch.bool, device=q.device).tril()
-    return bias.to(q.dtype) if mask is None else torch.where(mask, bias.to(q.dtype), -torch.inf)
+    bias = spread_bias(bias.to(q.dtype), q_layout.max_len, k_layout.max_len)
+    return bias if mask is None else torch.where(mask, bias, -torch.inf)
 
 
 def as_rows(x: Tensor, layout: Layout) -> Tensor:

@@ -221,19 +221,19 @@ def test_attention_is_its_definition(
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_an_additive_bias_is_added_inside_each_sequence(causal: bool, form: str) -> None:
-    """As T5's relative positions: one number for each head and pair of positions, the same in every sequence."""
+def test_a_bias_is_added_by_distance(causal: bool, form: str) -> None:
+    """As T5's relative positions: one number for each head and distance, the same in every sequence."""
     tensors, *lengths = attention_problem([1, 9, 5], None, 4, head_size=8)
-    table = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+    table = torch.randn(4, 31, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
     ids = [np.zeros(n, np.int64) for n in lengths[0]]
     sequences, at = _arrange(ids, form, 0, slack=0)
     given = [t.new_zeros(len(sequences.ids), *t.shape[1:]).index_copy(0, to_tensor(at), t) for t in tensors[:3]]
-    size = sequences.layout.max_len
-    out = attend(*given, sequences.layout, sequences.layout, causal, 0.0, table[:, :size, :size])[to_tensor(at)]
+    out = attend(*given, sequences.layout, sequences.layout, causal, 0.0, table)[to_tensor(at)]
     wanted, start = [], 0
     for n in lengths[0]:
         q, k, v = (t[start : start + n].transpose(0, 1) for t in tensors[:3])
-        scores = q @ k.transpose(1, 2) / 8**0.5 + table[:, :n, :n]
+        by_distance = torch.stack([table[:, 15 - i : 15 - i + n] for i in range(n)], 1)
+        scores = q @ k.transpose(1, 2) / 8**0.5 + by_distance
         if causal:
             scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf)
         wanted.append((scores.softmax(-1) @ v).transpose(0, 1))

@@ -202,9 +202,9 @@ def test_rows_may_be_strided() -> None:
 
 
 def test_gradient_follows_the_scale_of_the_loss() -> None:
-    """Also in bf16, where 0.37 itself would be rounded by 0.1%."""
+    """Also in 16 bits, where 0.37 itself would be rounded. Triton's interpreter cuts bf16 off instead of rounding."""
     labels = draw_labels(9, 11)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.float16 if INTERPRET else torch.bfloat16):
         args = [t.to(dtype).requires_grad_() for t in head(9, 11)]
         one = torch.autograd.grad(linear_cross_entropy(*args, labels), args)
         scaled = torch.autograd.grad(linear_cross_entropy(*args, labels) * 0.37, args)

@@ -1,0 +1,961 @@
+"""Softmax attention inside each of many sequences that lie packed one after the other.
+
+    S = scale q k^T + bias          query i of a sequence sees its keys j; causal: those with j <= i
+    P = softmax(S)                  a query without keys gives 0
+    out = drop(P) v
+
+    backward, with dP = drop(dout v^T):
+    dS = P (dP - delta),  delta = sum over keys of P dP = sum over channels of out dout
+    dq = scale dS k     dk = scale dS^T q     dv = drop(P)^T dout     dbias = sum of dS over pairs of equal distance
+
+Nothing of size [queries, keys] is kept: the backward pass computes P again from q, k and the logarithm of each query's
+sum, `lse`. Two kinds of kernel:
+
+    short   All keys of a sequence are one tile, so a row of P is there at once: no rescaling forward. A program goes
+            from head to head and reads the next one while it works. Backward is one kernel for all three gradients,
+            which finds delta in the tile and sums dk and dv in registers over the queries, and over the query heads
+            that share a key head.
+    long    Key tile by key tile with a running maximum (FlashAttention-2). Backward is two kernels, one that goes along
+            the keys for dq and one that goes along the queries for dk and dv: nothing is added up by atomics, so
+            results repeat bit for bit. The first one also writes delta, which the second one reads.
+
+A program of the long kind is a tile. Sequence i begins at tile offsets[i] // BLOCK + i: so all tiles have a place below
+T // BLOCK + N, whatever the lengths are, and the host need not know them.
+
+The bias is relative, as T5's is: one number for each head and distance j - i. Its gradient has a kernel of its own, in
+which a program follows one diagonal of tiles through all sequences: a place inside these tiles is always the same
+distance, so their dS add up in registers, and the diagonals inside the sums are added up at the end.
+
+Dropout is counter-based as in dropout.py, with its two words for each row = query token * H + head. The hash of an
+element would cost more than all else that happens to it, so it is a shorter one, one round of mixing, and each serves
+two elements: keys j and j + 8 (bit 3 of j clear) take a half of its 32 bits each. A tensor core hands these two to the
+same thread whether a tile is [queries, keys] or [keys, queries], so the compiler sees that it is the same hash. In a
+tile of the latter kind each thread meets many queries but few keys: the words of the rows, which take four rounds, are
+kept. The probability is rounded down to a multiple of 2^-16.
+
+Products take their operands in the dtype of the inputs (P and dS are rounded to it) and add up in fp32, as does all
+else. Shapes: q and out [T, H, D]; k and v [T', K, D], H a multiple of K; offsets int32 [N + 1], sequence i being tokens
+offsets[i] to offsets[i + 1], which together are all tokens; bias [H, 2 R - 1], fp32, distance 0 in the middle; key [2],
+int64. Saved for backward: q, k, v, bias, out, and lse [H, T], fp32, in nats; with dropout, the words of the rows,
+[2, H, T].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.dropout import mix, mix_ref, row_words
+from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+
+_WORD = 0xFFFFFFFF
+_SPREAD = 0x9E3779B1  # odd, so that keys stay distinct; about 2^32 / golden ratio, so that neighbours lie far apart
+
+
+def words_ref(key: Tensor | None, tokens: int, heads: int) -> Tensor:
+    """The words of all rows, [2, H, T], as int32; none without a key."""
+    if key is None:
+        return torch.empty(2, heads, 0, dtype=torch.int32)
+    (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
+    row = torch.arange(tokens, device=key.device) * heads + torch.arange(heads, device=key.device)[:, None]
+    words = [mix_ref((mix_ref(row ^ low) + high) & _WORD) for low, high in ((a, b), (c, d))]
+    return torch.stack(words).to(torch.int32)
+
+
+def keep_ref(words: Tensor, keys: int, p: float) -> Tensor:
+    """The mask [H, queries, keys] for words [2, H, queries]: True where a probability survives."""
+    first, second = (words.long() & _WORD)[..., None]
+    col = torch.arange(keys, device=words.device)
+    word = mix_ref((((col & ~8) * _SPREAD & _WORD ^ first) + second) & _WORD)
+    return (word >> (col & 8) * 2 & 0xFFFF) >= int(p * 2**16)
+
+
+def spread_bias(bias: Tensor, queries: int, keys: int) -> Tensor:
+    """[H, 2 R - 1], one number for each distance, as [H, queries, keys]."""
+    query, key = torch.arange(queries, device=bias.device)[:, None], torch.arange(keys, device=bias.device)
+    return bias[:, key - query + bias.shape[1] // 2]
+
+
+def _sequences(q_offsets: Tensor, k_offsets: Tensor) -> Iterator[tuple[slice, slice]]:
+    q_ends, k_ends = q_offsets.tolist(), k_offsets.tolist()
+    for i in range(len(q_ends) - 1):
+        yield slice(*q_ends[i : i + 2]), slice(*k_ends[i : i + 2])
+
+
+def _scores_ref(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """[H, queries, keys] of one sequence; -inf where a query does not see a key."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = wide(q.transpose(0, 1) @ k.permute(1, 2, 0)) * scale
+    if bias is not None:
+        scores = scores + spread_bias(bias, *scores.shape[1:])
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(hidden, -torch.inf) if causal else scores
+
+
+def _survival_ref(words: Tensor, scores: Tensor, p: float) -> Tensor | float:
+    """What drop() multiplies by, [H, queries, keys], for words [2, H, queries]."""
+    return keep_ref(words, scores.shape[2], p).to(scores.dtype) / (1 - p) if p > 0.0 else 1.0
+
+
+def attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    causal: bool,
+    scale: float,
+    p: float = 0.0,
+    key: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and words: the definition of correct."""
+    words = words_ref(key, q.shape[0], q.shape[1]).to(q.device)
+    outs, sums = [q[:0]], [q.new_empty(q.shape[1], 0, dtype=wide_dtype(q.dtype))]
+    for rows, cols in _sequences(q_offsets, k_offsets):
+        scores = _scores_ref(q[rows], k[cols], bias, causal, scale)
+        probabilities = scores.softmax(-1) * _survival_ref(words[..., rows], scores, p)
+        values = v[cols].repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(0, 1)
+        outs.append((probabilities.to(q.dtype) @ values).transpose(0, 1))
+        sums.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(sums, 1), words
+
+
+def attention_backward_ref(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    causal: bool,
+    scale: float,
+    p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The formulas above, sequence by sequence; dbias is empty without a bias."""
+    dq, dk, dv, dbias = _new_gradients(q, k, v, bias)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    dbias.zero_()
+
+    def group(t: Tensor) -> Tensor:
+        """[keys, H, D] summed over the query heads of each key head."""
+        return t.unflatten(1, (kv_heads, -1)).sum(2)
+
+    for rows, cols in _sequences(q_offsets, k_offsets):
+        scores = _scores_ref(q[rows], k[cols], bias, causal, scale)
+        probabilities = torch.exp(scores - lse[:, rows, None])
+        survival = _survival_ref(words[..., rows], scores, p)
+        keys, values = (wide(t[cols]).repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
+        grad = wide(dout[rows])
+        dprobabilities = torch.einsum("qhd,khd->hqk", grad, values) * survival
+        delta = (probabilities * dprobabilities).sum(-1, keepdim=True)
+        dscores = probabilities * (dprobabilities - delta)
+        dq[rows] = (torch.einsum("hqk,khd->qhd", dscores, keys) * scale).to(q.dtype)
+        dk[cols] = (group(torch.einsum("hqk,qhd->khd", dscores, wide(q[rows]))) * scale).to(k.dtype)
+        dv[cols] = group(torch.einsum("hqk,qhd->khd", probabilities * survival, grad)).to(v.dtype)
+        if bias is not None:
+            places = torch.arange(bias.shape[1], device=bias.device).expand(heads, -1)
+            at = spread_bias(places, *scores.shape[1:]).flatten(1)
+            dbias.scatter_add_(1, at, dscores.flatten(1).to(bias.dtype))
+    return dq, dk, dv, dbias
+
+
+@jit
+def _survival(first, second, start, lane, P: tl.constexpr):
+    """What drop() multiplies by, for keys `start` (a multiple of 16) + `lane` and rows with these words, which
+    broadcast. A factor rather than a choice: the compiler would choose among values that it has already packed."""
+    THRESHOLD: tl.constexpr = int(P * 65536) * 65536
+    word = mix((((start + (lane & ~8)).to(tl.uint32) * 0x9E3779B1) ^ first) + second)
+    survives = (word << (16 - (lane & 8) * 2).to(tl.uint32)) >= THRESHOLD  # an upper half is compared where it is
+    return tl.where(survives, 1 / (1 - P), 0.0)
+
+
+@jit
+def _load_words(words_ptr, place, tokens, H: tl.constexpr, mask):
+    """The words at `place` of [2, H, T]."""
+    first = tl.load(words_ptr + place, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    second = tl.load(words_ptr + tl.cast(tokens, tl.int64) * H + place, mask=mask, other=0)
+    return first, second.to(tl.uint32, bitcast=True)
+
+
+@jit
+def _draw_words(words_ptr, key_ptr, token, head, tokens, H: tl.constexpr, mask):
+    first, second = row_words(key_ptr, token * H + head)
+    place = tl.cast(head, tl.int64) * tokens + token
+    tl.store(words_ptr + place, first.to(tl.int32, bitcast=True), mask=mask)
+    tl.store(words_ptr + tl.cast(tokens, tl.int64) * H + place, second.to(tl.int32, bitcast=True), mask=mask)
+    return first, second
+
+
+@jit
+def _bounds(offsets_ptr, sequence):
+    """Where a sequence begins, and its length."""
+    begin = tl.load(offsets_ptr + sequence)
+    return begin, tl.load(offsets_ptr + sequence + 1) - begin
+
+
+@jit
+def _find_tile(offsets_ptr, tile, sequences, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr):
+    """Which sequence a tile belongs to, and which of its tiles it is; perhaps one too many, beyond its end."""
+    i = tl.arange(0, SEQUENCES)
+    first = tl.load(offsets_ptr + i, mask=i < sequences, other=0) // BLOCK + i
+    sequence = tl.sum(((first <= tile) & (i < sequences)).to(tl.int32), 0) - 1
+    return sequence, tile - tl.load(offsets_ptr + sequence) // BLOCK - sequence
+
+
+@jit
+def _place(start, length, stride, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where in a sequence the elements [ROWS, BLOCK_D] from row `start` on are, and which of them there are."""
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    mask = (row < length - start) & (col < D) if BLOCK_D != D else row < length - start
+    return tl.cast(start, tl.int64) * stride + row * stride + col, mask
+
+
+@jit
+def _load_tile(ptr, start, length, stride, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of a sequence that begins at `ptr`; 0 beyond its end."""
+    place, mask = _place(start, length, stride, D, ROWS, BLOCK_D)
+    return tl.load(ptr + place, mask=mask, other=0.0)
+
+
+@jit
+def _store_tile(ptr, tile, start, length, stride, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    place, mask = _place(start, length, stride, D, ROWS, BLOCK_D)
+    tl.store(ptr + place, tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _load_bias(bias_ptr, distance, reach):
+    """In units of log2, as scores are; beyond the tiles' sequences any number will do."""
+    return tl.load(bias_ptr + tl.minimum(tl.maximum(distance, -reach), reach)) * 1.4426950408889634
+
+
+@jit
+def _short_forward_tile(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, start, head, q_begin, q_len, k_len, tokens, scale,
+    q_stride, k_stride, v_stride, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+    P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The queries of one head from `start` on."""
+    row, col = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+    k = _load_tile(k_ptr + head // GROUP * D, 0, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+    v = _load_tile(v_ptr + head // GROUP * D, 0, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    col = col[None, :]
+    visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
+    scores = tl.where(visible, scores, float("-inf"))
+    highest = tl.max(scores, 1) * scale
+    # -inf less -inf, for a query without keys, would be NaN
+    p = tl.exp2(scores * scale - tl.where(highest > float("-inf"), highest, 0.0)[:, None])
+    total = tl.sum(p, 1)
+    if P > 0:
+        first, second = _draw_words(words_ptr, key_ptr, q_begin + row, head, tokens, H, row < q_len)
+        p *= _survival(first[:, None], second[:, None], 0, col, P)
+    out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    total = tl.where(total > 0, total, 1.0)
+    out *= (1 / total)[:, None]
+    _store_tile(out_ptr + head * D, out, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
+    lse = (highest + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse_ptr + tl.cast(head, tl.int64) * tokens + q_begin + row, lse, mask=row < q_len)
+
+
+@jit
+def _short_forward_kernel(
+    q_ptr, k_ptr, v_ptr,
+    out_ptr,  # [T, H, D], contiguous
+    lse_ptr,  # [H, T]
+    words_ptr,  # [2, H, T]; not there without dropout
+    key_ptr, q_offsets_ptr, k_offsets_ptr,
+    tokens,  # T
+    scale,  # of scores, times log2(e)
+    q_stride, k_stride, v_stride,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a key head
+    D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program
+    SINGLE: tl.constexpr,  # there is one, and one tile of queries
+    BLOCK_M: tl.constexpr,  # queries
+    BLOCK_N: tl.constexpr,  # keys: all of a sequence
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program computes some heads of one sequence."""
+    sequence = tl.program_id(0) // (H // HEADS)
+    head = tl.program_id(0) % (H // HEADS) * HEADS
+    q_begin, q_len = _bounds(q_offsets_ptr, sequence)
+    k_begin, k_len = _bounds(k_offsets_ptr, sequence)
+    q_ptr += q_begin.to(tl.int64) * q_stride
+    k_ptr += k_begin.to(tl.int64) * k_stride
+    v_ptr += k_begin.to(tl.int64) * v_stride
+    out_ptr += q_begin.to(tl.int64) * H * D
+    if SINGLE:
+        _short_forward_tile(
+            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, 0, head, q_begin, q_len, k_len, tokens, scale,
+            q_stride, k_stride, v_stride, H, GROUP, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    else:
+        tiles = tl.cdiv(q_len, BLOCK_M)
+        for i in range(HEADS * tiles):
+            _short_forward_tile(
+                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, i % tiles * BLOCK_M, head + i // tiles,
+                q_begin, q_len, k_len, tokens, scale, q_stride, k_stride, v_stride,
+                H, GROUP, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+
+
+@jit
+def _short_backward_tile(
+    dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, start, head, q_begin, q_len, k_len, tokens, scale,
+    dout_stride, q_stride, H: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dq of the queries from `start` on; dk and dv with what they add."""
+    col = tl.arange(0, BLOCK_N)[:, None]
+    row = start + tl.arange(0, BLOCK_M)
+    q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+    dout = _load_tile(dout_ptr + head * D, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
+    per_query = tl.cast(head, tl.int64) * tokens + q_begin + row
+    lse = tl.load(lse_ptr + per_query, mask=row < q_len, other=0.0)
+    scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+    dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+    visible = (col < k_len) & (col <= row[None, :]) if CAUSAL else col < k_len
+    p = tl.exp2(tl.where(visible, scores * scale - (lse * 1.4426950408889634)[None, :], float("-inf")))
+    if P > 0:
+        first, second = _load_words(words_ptr, per_query, tokens, H, row < q_len)
+        survival = _survival(first[None, :], second[None, :], 0, col, P)
+        dp *= survival
+        dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
+    else:
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+    delta = tl.sum(p * dp, 0)
+    ds = (p * (dp - delta[None, :])).to(q.dtype)
+    dk = tl.dot(ds, q, dk, input_precision="ieee")
+    dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * (scale * 0.6931471805599453)
+    _store_tile(dq_ptr + head * D, dq, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
+    return dk, dv
+
+
+@jit
+def _short_backward_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, words_ptr,
+    dq_ptr, dk_ptr, dv_ptr,  # gradients are contiguous
+    q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
+    SINGLE: tl.constexpr,  # the queries are one tile, and GROUP is 1
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program computes one key head of one sequence, and the query heads that share it. Tiles are [keys, queries]:
+    then P and dS are the left operands of the products for dv and dk as they are, and only dS is turned, for dq."""
+    K: tl.constexpr = H // GROUP
+    sequence = tl.program_id(0) // K
+    kv_head = tl.program_id(0) % K
+    q_begin, q_len = _bounds(q_offsets_ptr, sequence)
+    k_begin, k_len = _bounds(k_offsets_ptr, sequence)
+    dout_ptr += q_begin.to(tl.int64) * dout_stride
+    q_ptr += q_begin.to(tl.int64) * q_stride
+    dq_ptr += q_begin.to(tl.int64) * H * D
+    k = _load_tile(k_ptr + k_begin.to(tl.int64) * k_stride + kv_head * D, 0, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+    v = _load_tile(v_ptr + k_begin.to(tl.int64) * v_stride + kv_head * D, 0, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if SINGLE:  # no loop, and no sums that live through it: half of the registers
+        dk, dv = _short_backward_tile(
+            dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, 0, kv_head, q_begin, q_len, k_len, tokens,
+            scale, dout_stride, q_stride, H, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    else:
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            for start in range(0, q_len, BLOCK_M):
+                dk, dv = _short_backward_tile(
+                    dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, start, head, q_begin, q_len, k_len,
+                    tokens, scale, dout_stride, q_stride, H, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+    at = (k_begin.to(tl.int64) * K + kv_head) * D
+    _store_tile(dk_ptr + at, dk * (scale * 0.6931471805599453), 0, k_len, K * D, D, BLOCK_N, BLOCK_D)
+    _store_tile(dv_ptr + at, dv, 0, k_len, K * D, D, BLOCK_N, BLOCK_D)
+
+
+@jit
+def _long_forward_tiles(
+    out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, begin, end, k_len, scale, k_stride, v_stride,
+    reach, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Along the keys from `begin` to `end`; MASKED: some of them may be hidden from some queries."""
+    lane = tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        col = (start + lane)[None, :]
+        k = _load_tile(k_ptr, start, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if bias_ptr is not None:
+            scores = scores * scale + _load_bias(bias_ptr, col - row[:, None], reach)
+        if MASKED:
+            visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
+            scores = tl.where(visible, scores, float("-inf"))
+        if bias_ptr is not None:
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            p = tl.exp2(scores - higher[:, None])
+        else:
+            higher = tl.maximum(highest, tl.max(scores, 1) * scale)  # finite: every query sees the first key
+            p = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(p, 1)
+        highest = higher
+        if P > 0:
+            p *= _survival(first[:, None], second[:, None], start, lane[None, :], P)
+        v = _load_tile(v_ptr, start, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+    return out, highest, total
+
+
+@jit
+def _long_forward_kernel(
+    q_ptr, k_ptr, v_ptr,
+    bias_ptr,  # [H, 2 * reach + 1]
+    out_ptr, lse_ptr, words_ptr, key_ptr, q_offsets_ptr, k_offsets_ptr, tokens, scale, q_stride, k_stride, v_stride,
+    reach, sequences,
+    tiles,  # of a head
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """A program computes a tile of queries of one head of one sequence."""
+    head = tl.program_id(0) // tiles
+    sequence, number = _find_tile(q_offsets_ptr, tl.program_id(0) % tiles, sequences, BLOCK_M, SEQUENCES)
+    q_begin, q_len = _bounds(q_offsets_ptr, sequence)
+    start = (tl.cdiv(q_len, BLOCK_M) - 1 - number) * BLOCK_M  # causal: those with most to do begin first
+    if start >= 0:
+        k_begin, k_len = _bounds(k_offsets_ptr, sequence)
+        k_ptr += k_begin.to(tl.int64) * k_stride + head // GROUP * D
+        v_ptr += k_begin.to(tl.int64) * v_stride + head // GROUP * D
+        if bias_ptr is not None:
+            bias_ptr += head * (2 * reach + 1) + reach
+        row = start + tl.arange(0, BLOCK_M)
+        first, second = row, row
+        if P > 0:
+            first, second = _draw_words(words_ptr, key_ptr, q_begin + row, head, tokens, H, row < q_len)
+        q = _load_tile(q_ptr + q_begin.to(tl.int64) * q_stride + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+        out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        end = tl.minimum(k_len, start + BLOCK_M) if CAUSAL else k_len
+        whole = (tl.minimum(k_len, start + 1) if CAUSAL else k_len) // BLOCK_N * BLOCK_N
+        out, highest, total = _long_forward_tiles(
+            out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, 0, whole, k_len, scale,
+            k_stride, v_stride, reach, D, CAUSAL, P, False, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        out, highest, total = _long_forward_tiles(
+            out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, whole, end, k_len, scale,
+            k_stride, v_stride, reach, D, CAUSAL, P, True, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        total = tl.where(total > 0, total, 1.0)
+        out *= (1 / total)[:, None]
+        _store_tile(out_ptr + (q_begin.to(tl.int64) * H + head) * D, out, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
+        lse = (highest + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + tl.cast(head, tl.int64) * tokens + q_begin + row, lse, mask=row < q_len)
+
+
+@jit
+def _dscores(
+    q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, reach,
+    CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dS of a tile [queries, keys] whose keys are `start` + `lane`; lse2 is in units of log2."""
+    col = (start + lane)[None, :]
+    exponent = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse2[:, None]
+    dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+    if bias_ptr is not None:
+        exponent += _load_bias(bias_ptr, col - row[:, None], reach)
+    if MASKED:
+        visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
+        exponent = tl.where(visible, exponent, float("-inf"))
+    if P > 0:
+        dp *= _survival(first[:, None], second[:, None], start, lane[None, :], P)
+    return tl.exp2(exponent) * (dp - delta[:, None])
+
+
+@jit
+def _long_dq_tiles(
+    dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, begin, end, k_len, scale, k_stride, v_stride,
+    reach, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, BLOCK_N)
+    for start in range(begin, end, BLOCK_N):
+        k = _load_tile(k_ptr, start, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr, start, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+        ds = _dscores(
+            q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, reach,
+            CAUSAL, P, MASKED,
+        )  # fmt: skip
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@jit
+def _long_dq_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, words_ptr,
+    delta_ptr,  # [H, T], written here
+    dq_ptr, q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride,
+    reach, sequences, tiles, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    CAUSAL: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """A program computes dq for a tile of queries of one head of one sequence."""
+    head = tl.program_id(0) // tiles
+    sequence, number = _find_tile(q_offsets_ptr, tl.program_id(0) % tiles, sequences, BLOCK_M, SEQUENCES)
+    q_begin, q_len = _bounds(q_offsets_ptr, sequence)
+    start = (tl.cdiv(q_len, BLOCK_M) - 1 - number) * BLOCK_M
+    if start >= 0:
+        k_begin, k_len = _bounds(k_offsets_ptr, sequence)
+        at = (q_begin.to(tl.int64) * H + head) * D  # in contiguous tensors
+        k_ptr += k_begin.to(tl.int64) * k_stride + head // GROUP * D
+        v_ptr += k_begin.to(tl.int64) * v_stride + head // GROUP * D
+        if bias_ptr is not None:
+            bias_ptr += head * (2 * reach + 1) + reach
+        row = start + tl.arange(0, BLOCK_M)
+        per_query = tl.cast(head, tl.int64) * tokens + q_begin + row
+        first, second = row, row
+        if P > 0:
+            first, second = _load_words(words_ptr, per_query, tokens, H, row < q_len)
+        dout_ptr += q_begin.to(tl.int64) * dout_stride + head * D
+        dout = _load_tile(dout_ptr, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
+        out = _load_tile(out_ptr + at, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
+        delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+        tl.store(delta_ptr + per_query, delta, mask=row < q_len)
+        lse2 = tl.load(lse_ptr + per_query, mask=row < q_len, other=0.0) * 1.4426950408889634
+        q = _load_tile(q_ptr + q_begin.to(tl.int64) * q_stride + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        end = tl.minimum(k_len, start + BLOCK_M) if CAUSAL else k_len
+        whole = (tl.minimum(k_len, start + 1) if CAUSAL else k_len) // BLOCK_N * BLOCK_N
+        dq = _long_dq_tiles(
+            dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, 0, whole, k_len, scale,
+            k_stride, v_stride, reach, D, CAUSAL, P, False, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        dq = _long_dq_tiles(
+            dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, whole, end, k_len, scale,
+            k_stride, v_stride, reach, D, CAUSAL, P, True, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        _store_tile(dq_ptr + at, dq * (scale * 0.6931471805599453), start, q_len, H * D, D, BLOCK_M, BLOCK_D)
+
+
+@jit
+def _long_dkv_tiles(
+    dk, dv, k, v, q_ptr, dout_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr,
+    first_key,  # inside the sequence
+    begin, end, q_len, tokens, scale, q_stride, dout_stride, reach, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Along the queries from `begin` to `end`. Keys beyond the end of the sequence need no mask: what they get is not
+    stored. Queries beyond it have dout = 0 and delta = 0, and add nothing."""
+    lane = tl.arange(0, BLOCK_N)[:, None]
+    for start in range(begin, end, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        q = _load_tile(q_ptr, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+        dout = _load_tile(dout_ptr, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
+        lse2 = tl.load(lse_ptr + row, mask=row < q_len, other=0.0) * 1.4426950408889634
+        delta = tl.load(delta_ptr + row, mask=row < q_len, other=0.0)
+        exponent = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse2[None, :]
+        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        if bias_ptr is not None:
+            exponent += _load_bias(bias_ptr, first_key + lane - row[None, :], reach)
+        if MASKED:
+            exponent = tl.where(first_key + lane <= row[None, :], exponent, float("-inf"))
+        p = tl.exp2(exponent)
+        if P > 0:
+            first, second = _load_words(words_ptr, row, tokens, H, row < q_len)
+            survival = _survival(first[None, :], second[None, :], first_key, lane, P)
+            dp *= survival
+            dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
+        else:
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@jit
+def _long_dkv_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr, dk_ptr, dv_ptr, q_offsets_ptr,
+    k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, reach, sequences, tiles,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """A program computes dk and dv for a tile of keys of one key head of one sequence. Tiles are [keys, queries]."""
+    K: tl.constexpr = H // GROUP
+    kv_head = tl.program_id(0) // tiles
+    sequence, number = _find_tile(k_offsets_ptr, tl.program_id(0) % tiles, sequences, BLOCK_N, SEQUENCES)
+    k_begin, k_len = _bounds(k_offsets_ptr, sequence)
+    start = number * BLOCK_N  # causal: the first keys have most to do, and begin first
+    if start < k_len:
+        q_begin, q_len = _bounds(q_offsets_ptr, sequence)
+        q_ptr += q_begin.to(tl.int64) * q_stride
+        dout_ptr += q_begin.to(tl.int64) * dout_stride
+        k_ptr += k_begin.to(tl.int64) * k_stride + kv_head * D
+        v_ptr += k_begin.to(tl.int64) * v_stride + kv_head * D
+        k = _load_tile(k_ptr, start, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr, start, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            per_query = tl.cast(head, tl.int64) * tokens + q_begin
+            words_head = words_ptr + per_query if P > 0 else words_ptr
+            bias_head = bias_ptr + head * (2 * reach + 1) + reach if bias_ptr is not None else bias_ptr
+            whole = start * 0
+            if CAUSAL:
+                begin = start // BLOCK_M * BLOCK_M
+                whole = tl.minimum((start + BLOCK_N + BLOCK_M - 2) // BLOCK_M * BLOCK_M, q_len)
+                dk, dv = _long_dkv_tiles(
+                    dk, dv, k, v, q_ptr + head * D, dout_ptr + head * D, bias_head, lse_ptr + per_query, words_head,
+                    delta_ptr + per_query, start, begin, whole, q_len, tokens, scale, q_stride, dout_stride, reach,
+                    H, D, P, True, BLOCK_M, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+            dk, dv = _long_dkv_tiles(
+                dk, dv, k, v, q_ptr + head * D, dout_ptr + head * D, bias_head, lse_ptr + per_query, words_head,
+                delta_ptr + per_query, start, whole, q_len, q_len, tokens, scale, q_stride, dout_stride, reach,
+                H, D, P, False, BLOCK_M, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        at = (k_begin.to(tl.int64) * K + kv_head) * D
+        _store_tile(dk_ptr + at, dk * (scale * 0.6931471805599453), start, k_len, K * D, D, BLOCK_N, BLOCK_D)
+        _store_tile(dv_ptr + at, dv, start, k_len, K * D, D, BLOCK_N, BLOCK_D)
+
+
+@jit
+def _dbias_kernel(
+    dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr,
+    sums_ptr,  # [programs, BLOCK, BLOCK]
+    q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, reach, sequences,
+    last,  # the tiles of queries before the last one of the longest sequence
+    SHARES: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """A program follows one diagonal of tiles of one head through a share of the sequences."""
+    share = tl.program_id(0) % SHARES
+    head = tl.program_id(0) // SHARES % H
+    diagonal = tl.program_id(0) // SHARES // H - last  # number of the tile of keys, less that of queries
+    bias_ptr += head * (2 * reach + 1) + reach
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for sequence in range(share, sequences, SHARES):
+        q_begin, q_len = _bounds(q_offsets_ptr, sequence)
+        k_begin, k_len = _bounds(k_offsets_ptr, sequence)
+        q_at = q_ptr + q_begin.to(tl.int64) * q_stride + head * D
+        dout_at = dout_ptr + q_begin.to(tl.int64) * dout_stride + head * D
+        k_at = k_ptr + k_begin.to(tl.int64) * k_stride + head // GROUP * D
+        v_at = v_ptr + k_begin.to(tl.int64) * v_stride + head // GROUP * D
+        for start in range(tl.maximum(-diagonal, 0) * BLOCK, tl.minimum(q_len, k_len - diagonal * BLOCK), BLOCK):
+            row, key = start + lane, start + diagonal * BLOCK
+            per_query = tl.cast(head, tl.int64) * tokens + q_begin + row
+            first, second = row, row
+            if P > 0:
+                first, second = _load_words(words_ptr, per_query, tokens, H, row < q_len)
+            lse2 = tl.load(lse_ptr + per_query, mask=row < q_len, other=0.0) * 1.4426950408889634
+            delta = tl.load(delta_ptr + per_query, mask=row < q_len, other=0.0)
+            q = _load_tile(q_at, start, q_len, q_stride, D, BLOCK, BLOCK_D)
+            dout = _load_tile(dout_at, start, q_len, dout_stride, D, BLOCK, BLOCK_D)
+            k = _load_tile(k_at, key, k_len, k_stride, D, BLOCK, BLOCK_D)
+            v = _load_tile(v_at, key, k_len, v_stride, D, BLOCK, BLOCK_D)
+            total += _dscores(
+                q, dout, k, v, bias_ptr, row, key, lane, lse2, delta, first, second, k_len, scale, reach,
+                CAUSAL, P, True,
+            )  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK * BLOCK + lane[:, None] * BLOCK + lane[None, :]
+    tl.store(sums_ptr + at, total)
+
+
+Tiles = dict[str, int]
+
+
+def is_short(q: Tensor, k_max: int) -> bool:
+    """Whether the keys of a sequence are one tile: as many as registers allow. Products in 32 bits do not use the
+    tensor cores: small tiles."""
+    if q.dtype.itemsize > 2:
+        return k_max <= 32
+    return k_max <= (128 if q.shape[2] <= 64 else 64)
+
+
+def short_tiles(q: Tensor, q_max: int, k_max: int, group: int, sequences: int, p: float) -> tuple[Tiles, Tiles]:
+    """Of the forward and the backward kernel."""
+    keys, longest, heads = max(16, next_power_of_2(k_max)), max(16, next_power_of_2(q_max)), q.shape[1]
+    both: Tiles = {"BLOCK_N": keys, "BLOCK_D": max(16, next_power_of_2(q.shape[2]))}
+    forward, backward = both | {"HEADS": 1}, both | {"BLOCK_M": min(64 if keys <= 64 else 32, longest)}
+    forward["BLOCK_M"] = min(max(64, keys), longest)
+    if keys > 64:  # then there are two programs at a time on a processor; all should be, so that each reads ahead
+        fits = [
+            n for n in range(1, heads + 1) if heads % n == 0 and sequences * heads <= 2 * n * num_processors(q.device)
+        ]
+        forward["HEADS"] = min(fits, default=heads)
+    forward["SINGLE"] = forward["BLOCK_M"] == longest and forward["HEADS"] == 1
+    backward["SINGLE"] = backward["BLOCK_M"] == longest and group == 1
+    for tile in (forward, backward):
+        tile["num_stages"] = 1 if tile["SINGLE"] else 2  # nothing to read ahead
+    pairs, large = forward["BLOCK_M"] * keys, {"num_warps": 8, "maxnreg": 128}
+    forward |= {"num_warps": 1 if pairs <= 1024 else 4} if pairs <= 4096 else large
+    backward |= {"num_warps": max(1, keys // 16)} if keys <= 64 else large if p > 0.0 else {"num_warps": 4}
+    return forward, backward
+
+
+def long_tiles(q: Tensor, q_max: int) -> tuple[Tiles, Tiles, Tiles]:
+    """Of the forward kernel, that for dq, and that for dk and dv."""
+    block = max(16, next_power_of_2(q.shape[2]))
+    if q.dtype.itemsize > 2:
+        tile: Tiles = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_D": block, "num_warps": 4, "num_stages": 1}
+        return tile, tile, tile
+    small: Tiles = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": block, "num_warps": 4, "num_stages": 3}
+    if block > 64:
+        tall = small | {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2}
+        return tall, tall, small | {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+    if q_max <= 512:  # less of the last tile of a sequence is in vain
+        return small, small, small
+    return small | {"BLOCK_M": 128, "num_warps": 8}, small, small | {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+
+
+def _dense_heads(t: Tensor) -> Tensor:
+    """The kernels go from token to token in any stride, but through its heads one by one."""
+    return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
+
+
+def launch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    q_max: int,
+    k_max: int,
+    causal: bool,
+    scale: float,
+    p: float,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (tokens, heads, size), sequences = q.shape, q_offsets.shape[0] - 1
+    out, lse, words = _new_outputs(q, key)
+    if out.numel():
+        q, k, v = (_dense_heads(t) for t in (q, k, v))
+        written = (out, lse, None if key is None else words, key)
+        strides = (q.stride(0), k.stride(0), v.stride(0))
+        layout = (q_offsets, k_offsets, tokens, scale * math.log2(math.e), *strides)
+        kind = {"H": heads, "GROUP": heads // k.shape[1], "D": size, "CAUSAL": causal, "P": p}
+        if bias is None and is_short(q, k_max):
+            tile, _ = short_tiles(q, q_max, k_max, heads // k.shape[1], sequences, p)
+            _short_forward_kernel[(sequences * heads // tile["HEADS"],)](q, k, v, *written, *layout, **kind, **tile)
+        else:
+            tile, _, _ = long_tiles(q, q_max)
+            tiles = tokens // tile["BLOCK_M"] + sequences
+            _long_forward_kernel[(heads * tiles,)](
+                q, k, v, bias, *written, *layout, _reach(bias), sequences, tiles,
+                SEQUENCES=next_power_of_2(sequences), **kind, **tile,
+            )  # fmt: skip
+    return out, lse, words
+
+
+def launch_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    q_max: int,
+    k_max: int,
+    causal: bool,
+    scale: float,
+    p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (tokens, heads, size), kv_heads, sequences = q.shape, k.shape[1], q_offsets.shape[0] - 1
+    dq, dk, dv, dbias = _new_gradients(q, k, v, bias)
+    if not dq.numel() and not dk.numel():
+        return dq, dk, dv, dbias.zero_()
+    dout, q, k, v = (_dense_heads(t) for t in (dout, q, k, v))
+    kept = (lse, words if p > 0.0 else None)
+    strides = (dout.stride(0), q.stride(0), k.stride(0), v.stride(0))
+    layout = (q_offsets, k_offsets, tokens, scale * math.log2(math.e), *strides)
+    kind = {"H": heads, "GROUP": heads // kv_heads, "D": size, "CAUSAL": causal, "P": p}
+    if bias is None and is_short(q, k_max):
+        _, tile = short_tiles(q, q_max, k_max, heads // kv_heads, sequences, p)
+        grid = (sequences * kv_heads,)
+        _short_backward_kernel[grid](dout, q, k, v, *kept, dq, dk, dv, *layout, **kind, **tile)
+        return dq, dk, dv, dbias
+    _, dq_tile, dkv_tile = long_tiles(q, q_max)
+    delta, kind = torch.empty_like(lse), kind | {"SEQUENCES": next_power_of_2(sequences)}
+    if dq.numel():
+        tiles = tokens // dq_tile["BLOCK_M"] + sequences
+        _long_dq_kernel[(heads * tiles,)](
+            dout, q, k, v, bias, out, *kept, delta, dq, *layout, _reach(bias), sequences, tiles, **kind, **dq_tile
+        )
+    tiles = k.shape[0] // dkv_tile["BLOCK_N"] + sequences
+    _long_dkv_kernel[(kv_heads * tiles,)](
+        dout, q, k, v, bias, *kept, delta, dk, dv, *layout, _reach(bias), sequences, tiles, **kind, **dkv_tile
+    )
+    if bias is not None:
+        del kind["SEQUENCES"]
+        block = 32 if q.dtype.itemsize > 2 else 64
+        q_tiles, k_tiles, shares = cdiv(q_max, block), cdiv(k_max, block), min(sequences, 8)
+        sums = q.new_empty(q_tiles + k_tiles - 1, heads, shares, block, block, dtype=torch.float32)
+        _dbias_kernel[(sums.numel() // block**2,)](
+            dout, q, k, v, bias, *kept, delta, sums, *layout, _reach(bias), sequences, q_tiles - 1,
+            SHARES=shares, BLOCK=block, BLOCK_D=dq_tile["BLOCK_D"], **kind,
+        )  # fmt: skip
+        dbias = sum_diagonals(sums.sum(2).transpose(0, 1), q_tiles, bias.shape[1]).to(bias.dtype)
+    return dq, dk, dv, dbias
+
+
+def sum_diagonals(tiles: Tensor, before: int, size: int) -> Tensor:
+    """[H, size], the sum over each distance, of [H, diagonals, B, B], whose first diagonal is that of the last of
+    `before` tiles of queries and the first of keys. Rows are moved by one place each, so that diagonals are columns."""
+    block = tiles.shape[3]
+    wide_rows = F.pad(tiles.flip(2), (0, block)).flatten(2)[..., : block * (2 * block - 1)]
+    columns = wide_rows.unflatten(2, (block, 2 * block - 1)).sum(2)  # from distance 1 - B to B - 1 of each
+    first, second = F.pad(columns, (0, 1)).unflatten(2, (2, block)).unbind(2)
+    line = F.pad(first.flatten(1), (0, block)) + F.pad(second.flatten(1), (block, 0))
+    left = size // 2 + 1 - before * block
+    return F.pad(line, (left, size - left - line.shape[1]))
+
+
+def _reach(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.shape[1] // 2
+
+
+def _new_outputs(q: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    lse = q.new_empty(heads, tokens, dtype=wide_dtype(q.dtype))
+    return q.new_empty(q.shape), lse, q.new_empty(2, heads, 0 if key is None else tokens, dtype=torch.int32)
+
+
+def _new_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+
+
+@torch.library.custom_op("stretto::attention", mutates_args=(), device_types="cpu")
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    q_max: int,
+    k_max: int,
+    causal: bool,
+    scale: float,
+    p: float,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, words"""
+    if INTERPRET and q.dtype != torch.bfloat16:  # which the interpreter multiplies as if it were integers
+        return launch_attention(q, k, v, bias, q_offsets, k_offsets, q_max, k_max, causal, scale, p, key)
+    return attention_ref(q, k, v, bias, q_offsets, k_offsets, causal, scale, p, key)
+
+
+_attention.register_kernel("cuda")(launch_attention)
+
+
+@_attention.register_fake
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _new_outputs(q, others[-1])
+
+
+@torch.library.custom_op("stretto::attention_backward", mutates_args=(), device_types="cpu")
+def _attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    words: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    q_max: int,
+    k_max: int,
+    causal: bool,
+    scale: float,
+    p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dbias"""
+    kept = (dout, q, k, v, bias, out, lse, words, q_offsets, k_offsets)
+    if INTERPRET and q.dtype != torch.bfloat16:
+        return launch_attention_backward(*kept, q_max, k_max, causal, scale, p)
+    return attention_backward_ref(*kept, causal, scale, p)
+
+
+_attention_backward.register_kernel("cuda")(launch_attention_backward)
+
+
+@_attention_backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    return _new_gradients(q, k, v, bias)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, bias, q_offsets, k_offsets, *ctx.options, _ = inputs
+    ctx.save_for_backward(q, k, v, bias, *output, q_offsets, k_offsets)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # no zeros in place of the gradients of lse and words
+
+
+def _backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 12
+    dq, dk, dv, dbias = _attention_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return (dq, dk, dv, None if ctx.saved_tensors[3] is None else dbias, *[None] * 8)
+
+
+_attention.register_autograd(_backward, setup_context=_save)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    q_max: int,
+    k_max: int,
+    causal: bool = False,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    p: float = 0.0,
+    key: Tensor | None = None,
+) -> Tensor:
+    """q [T, H, D], k and v [T', K, D] to [T, H, D]: the queries of each sequence attend to its keys. Sequence i is
+    tokens offsets[i] to offsets[i + 1], at most q_max and k_max of them; all tokens belong to one. Scores are
+    multiplied by `scale` (1 / sqrt(D)); bias [H, 2 R - 1], if there is one, is added to them by distance of key and
+    query, below R. With p > 0 probabilities are dropped by `key`, see dropout.py."""
+    (_, heads, size), kv_heads = q.shape, k.shape[1]
+    if k.shape != v.shape or k.shape[2] != size or heads % kv_heads:
+        raise ValueError(
+            f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} have to be [T, H, D], [T', K, D] and "
+            "[T', K, D], with H a multiple of K"
+        )
+    if q_offsets.shape != k_offsets.shape or q_offsets.ndim != 1:
+        shapes = f"{list(q_offsets.shape)} and {list(k_offsets.shape)}"
+        raise ValueError(f"q_offsets and k_offsets {shapes} have to be [N + 1] both")
+    least = 2 * max(q_max, k_max) - 1
+    if bias is not None and (bias.shape[0] != heads or bias.shape[1] < least or bias.shape[1] % 2 == 0):
+        raise ValueError(
+            f"bias {list(bias.shape)} has to be [{heads}, 2 R - 1] with at least {least} distances: one for each, from "
+            "a key R - 1 before the query to one R - 1 behind it"
+        )
+    if p > 0.0 and (key is None or key.shape != (2,)):
+        raise ValueError(f"dropout needs a key [2], not {None if key is None else list(key.shape)}")
+    scale, bias = size**-0.5 if scale is None else scale, None if bias is None else wide(bias).contiguous()
+    out: Tensor = _attention(
+        q, k, v, bias, q_offsets, k_offsets, q_max, k_max, causal, scale, p, key if p > 0.0 else None
+    )[0]
+    return out
