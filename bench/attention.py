@@ -45,7 +45,7 @@ KEY = [0x123456789ABCDEF, -7]
 def lognormal(median: float, sigma: float, low: int, high: int, count: int) -> list[int]:
     normal = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     lengths: list[int] = (median * (sigma * normal).exp()).round().clamp(low, high).int().tolist()
-    return lengths
+    return sorted(lengths, reverse=True)  # as batches are laid out
 
 
 SHAPES["lognormal_64x512"] = (lognormal(140, 0.8, 8, 512, 64), 16, 16, False, (0.0, 0.1))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.batch import Layout
-from stretto.ops.attention import attention, is_short, spread_bias
+from stretto.ops.attention import MOST_CHANNELS, attention, is_short, spread_bias
 from stretto.ops.dropout import draw_keys
 from stretto.ops.language import triton
 
@@ -52,7 +52,7 @@ def attend(
 def _fits_kernels(q: Tensor) -> bool:
     """Whether the kernels that are called by name, which check nothing, can take it."""
     half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and triton is not None
+    return q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= MOST_CHANNELS and triton is not None
 
 
 def _attend_packed(

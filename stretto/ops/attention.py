@@ -20,7 +20,8 @@ sum, `lse`. Two kinds of kernel:
             results repeat bit for bit. The first one also writes delta, which the second one reads.
 
 A program of the long kind is a tile. Sequence i begins at tile offsets[i] // BLOCK + i: so all tiles have a place below
-T // BLOCK + N, whatever the lengths are, and the host need not know them.
+T // BLOCK + N, whatever the lengths are, and the host need not know them. Tiles are taken in the order of sequences,
+all heads of one before the next: if the longest come first, no processor begins a long one when others are done.
 
 The bias is relative, as T5's is: one number for each head and distance j - i. Its gradient has a kernel of its own, in
 which a program follows one diagonal of tiles through all sequences: a place inside these tiles is always the same
@@ -53,6 +54,7 @@ from torch import Tensor
 from stretto.ops.dropout import mix, mix_ref, row_words
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 
+MOST_CHANNELS = 128  # of a head
 _WORD = 0xFFFFFFFF
 _SPREAD = 0x9E3779B1  # odd, so that keys stay distinct; about 2^32 / golden ratio, so that neighbours lie far apart
 
@@ -423,13 +425,12 @@ def _long_forward_kernel(
     bias_ptr,  # [H, 2 * reach + 1]
     out_ptr, lse_ptr, words_ptr, key_ptr, q_offsets_ptr, k_offsets_ptr, tokens, scale, q_stride, k_stride, v_stride,
     reach, sequences,
-    tiles,  # of a head
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """A program computes a tile of queries of one head of one sequence."""
-    head = tl.program_id(0) // tiles
-    sequence, number = _find_tile(q_offsets_ptr, tl.program_id(0) % tiles, sequences, BLOCK_M, SEQUENCES)
+    head = tl.program_id(0) % H
+    sequence, number = _find_tile(q_offsets_ptr, tl.program_id(0) // H, sequences, BLOCK_M, SEQUENCES)
     q_begin, q_len = _bounds(q_offsets_ptr, sequence)
     start = (tl.cdiv(q_len, BLOCK_M) - 1 - number) * BLOCK_M  # causal: those with most to do begin first
     if start >= 0:
@@ -505,13 +506,13 @@ def _long_dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, words_ptr,
     delta_ptr,  # [H, T], written here
     dq_ptr, q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride,
-    reach, sequences, tiles, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    reach, sequences, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     CAUSAL: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """A program computes dq for a tile of queries of one head of one sequence."""
-    head = tl.program_id(0) // tiles
-    sequence, number = _find_tile(q_offsets_ptr, tl.program_id(0) % tiles, sequences, BLOCK_M, SEQUENCES)
+    head = tl.program_id(0) % H
+    sequence, number = _find_tile(q_offsets_ptr, tl.program_id(0) // H, sequences, BLOCK_M, SEQUENCES)
     q_begin, q_len = _bounds(q_offsets_ptr, sequence)
     start = (tl.cdiv(q_len, BLOCK_M) - 1 - number) * BLOCK_M
     if start >= 0:
@@ -584,14 +585,14 @@ def _long_dkv_tiles(
 @jit
 def _long_dkv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr, dk_ptr, dv_ptr, q_offsets_ptr,
-    k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, reach, sequences, tiles,
+    k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, reach, sequences,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """A program computes dk and dv for a tile of keys of one key head of one sequence. Tiles are [keys, queries]."""
     K: tl.constexpr = H // GROUP
-    kv_head = tl.program_id(0) // tiles
-    sequence, number = _find_tile(k_offsets_ptr, tl.program_id(0) % tiles, sequences, BLOCK_N, SEQUENCES)
+    kv_head = tl.program_id(0) % K
+    sequence, number = _find_tile(k_offsets_ptr, tl.program_id(0) // K, sequences, BLOCK_N, SEQUENCES)
     k_begin, k_len = _bounds(k_offsets_ptr, sequence)
     start = number * BLOCK_N  # causal: the first keys have most to do, and begin first
     if start < k_len:
@@ -709,13 +710,10 @@ def long_tiles(q: Tensor, q_max: int) -> tuple[Tiles, Tiles, Tiles]:
     if q.dtype.itemsize > 2:
         tile: Tiles = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_D": block, "num_warps": 4, "num_stages": 1}
         return tile, tile, tile
-    small: Tiles = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": block, "num_warps": 4, "num_stages": 3}
-    if block > 64:
-        tall = small | {"BLOCK_M": 128, "num_warps": 8, "num_stages": 2}
-        return tall, tall, small | {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
-    if q_max <= 512:  # less of the last tile of a sequence is in vain
-        return small, small, small
-    return small | {"BLOCK_M": 128, "num_warps": 8}, small, small | {"BLOCK_N": 128, "num_warps": 8, "num_stages": 2}
+    tile = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": block, "num_warps": 4, "num_stages": 3 if block <= 64 else 2}
+    tall = tile | {"BLOCK_M": 128, "num_warps": 8}
+    # Up to 512 tokens, small tiles: less of the last one of a sequence is in vain.
+    return tile if q_max <= 512 and block <= 64 else tall, tile | {"BLOCK_N": 32}, tile | {"BLOCK_M": 32}
 
 
 def _dense_heads(t: Tensor) -> Tensor:
@@ -752,7 +750,7 @@ def launch_attention(
             tile, _, _ = long_tiles(q, q_max)
             tiles = tokens // tile["BLOCK_M"] + sequences
             _long_forward_kernel[(heads * tiles,)](
-                q, k, v, bias, *written, *layout, _reach(bias), sequences, tiles,
+                q, k, v, bias, *written, *layout, _reach(bias), sequences,
                 SEQUENCES=next_power_of_2(sequences), **kind, **tile,
             )  # fmt: skip
     return out, lse, words
@@ -794,11 +792,11 @@ def launch_attention_backward(
     if dq.numel():
         tiles = tokens // dq_tile["BLOCK_M"] + sequences
         _long_dq_kernel[(heads * tiles,)](
-            dout, q, k, v, bias, out, *kept, delta, dq, *layout, _reach(bias), sequences, tiles, **kind, **dq_tile
+            dout, q, k, v, bias, out, *kept, delta, dq, *layout, _reach(bias), sequences, **kind, **dq_tile
         )
     tiles = k.shape[0] // dkv_tile["BLOCK_N"] + sequences
     _long_dkv_kernel[(kv_heads * tiles,)](
-        dout, q, k, v, bias, *kept, delta, dk, dv, *layout, _reach(bias), sequences, tiles, **kind, **dkv_tile
+        dout, q, k, v, bias, *kept, delta, dk, dv, *layout, _reach(bias), sequences, **kind, **dkv_tile
     )
     if bias is not None:
         del kind["SEQUENCES"]
@@ -938,10 +936,10 @@ def attention(
     multiplied by `scale` (1 / sqrt(D)); bias [H, 2 R - 1], if there is one, is added to them by distance of key and
     query, below R. With p > 0 probabilities are dropped by `key`, see dropout.py."""
     (_, heads, size), kv_heads = q.shape, k.shape[1]
-    if k.shape != v.shape or k.shape[2] != size or heads % kv_heads:
+    if k.shape != v.shape or k.shape[2] != size or heads % kv_heads or size > MOST_CHANNELS:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} have to be [T, H, D], [T', K, D] and "
-            "[T', K, D], with H a multiple of K"
+            f"[T', K, D], with H a multiple of K and D at most {MOST_CHANNELS}"
         )
     if q_offsets.shape != k_offsets.shape or q_offsets.ndim != 1:
         shapes = f"{list(q_offsets.shape)} and {list(k_offsets.shape)}"

@@ -180,14 +180,16 @@ def test_large_scores(length: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("length", [17, 150])
 def test_dropout_drops_what_the_reference_drops(length: int) -> None:
-    """With one-hot values out is the dropped P itself: the zeros are exactly those of the mask."""
-    p, heads = 0.4, 2
+    """With one-hot values out is the dropped P itself: the zeros are exactly those of the mask. A head has room for the
+    last 128 keys at most."""
+    p, heads, seen = 0.4, 2, min(length, 128)
     offsets = ends([3, length])
-    q, k = (rand(3 + length, heads, length, seed=i, scale=0.1) for i in (0, 1))
-    v = torch.cat([torch.eye(3, length), torch.eye(length)]).to(DEVICE)[:, None].expand(-1, heads, -1)
+    q, k = (rand(3 + length, heads, seen, seed=i, scale=0.1) for i in (0, 1))
+    first, second = torch.eye(3, seen), torch.eye(length)[:, length - seen :]
+    v = torch.cat([first, second]).to(DEVICE)[:, None].expand(-1, heads, -1)
     out = attention(q, k, v, offsets, offsets, length, length, p=p, key=KEY)
     keep = keep_ref(words_ref(KEY, 3 + length, heads), length, p).transpose(0, 1)
-    assert torch.equal(out[3:] != 0, keep[3:])
+    assert torch.equal(out[3:] != 0, keep[3:, :, length - seen :])
     assert torch.equal(out[:3, :, :3] != 0, keep[:3, :, :3])
 
 
@@ -286,6 +288,8 @@ def test_shapes_are_checked() -> None:
     q, k, offsets = rand(4, 4, 8), rand(4, 3, 8), ends([4])
     with pytest.raises(ValueError, match="multiple of K"):
         attention(q, k, k, offsets, offsets, 4, 4)
+    with pytest.raises(ValueError, match="at most 128"):
+        attention(*[rand(4, 1, 136)] * 3, offsets, offsets, 4, 4)
     with pytest.raises(ValueError, match=r"\[N \+ 1\]"):
         attention(q, q, q, offsets, ends([2, 2]), 4, 4)
     with pytest.raises(ValueError, match="key"):
