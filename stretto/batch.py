@@ -53,8 +53,19 @@ class Counts:
     labels: int  # positions that are predicted
     pairs: int  # (query, key) pairs of self attention in the main stack, before any causal mask
     source_tokens: int = 0
+    source_slots: int = 0
     source_pairs: int = 0
     cross_pairs: int = 0
+
+    @property
+    def all_slots(self) -> int:
+        """Of both sides of a translation."""
+        return self.slots + self.source_slots
+
+    @property
+    def padding(self) -> int:
+        """How many of them hold nothing."""
+        return self.all_slots - self.tokens - self.source_tokens
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,9 @@ class TrainConfig:
     micro_batches: int = 0
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
     compile: bool = False  # torch.compile
-    graphs: bool = False  # CUDA graphs: whole steps are recorded and replayed, which takes the host out of small steps
+    # CUDA graphs: steps are recorded and replayed, which takes the host out of small ones. auto: where they can be used
+    # and the host is what a step waits for; the log says what was chosen, and why.
+    graphs: Literal["auto", "on", "off"] = "auto"
     log_every: int = 10
     eval_every: int = 0  # 0: only at the end
     eval_batches: int = 20  # micro-batches per evaluation; 0: all there are

@@ -145,20 +145,20 @@ class Meter:
     def restart(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.steps = self.tokens = self.slots = self.flops = 0
+        self.steps = self.tokens = self.slots = self.padding = self.flops = 0
         self.since = time.perf_counter()
 
-    def add(self, tokens: int, slots: int, flops: int) -> None:
-        self.steps, self.tokens, self.slots, self.flops = (
-            self.steps + 1, self.tokens + tokens, self.slots + slots, self.flops + flops,
-        )  # fmt: skip
+    def add(self, tokens: int, slots: int, padding: int, flops: int) -> None:
+        """One step; `padding` counts those of the slots, on both sides of a translation, that hold nothing."""
+        self.steps, self.tokens, self.flops = self.steps + 1, self.tokens + tokens, self.flops + flops
+        self.slots, self.padding = self.slots + slots, self.padding + padding
 
     def read(self) -> dict[str, float]:
         """The numbers since the last reading; the caller has just waited for the device."""
         seconds = time.perf_counter() - self.since
         values = {
             "tokens_per_s": self.tokens / seconds,
-            "padding": 1 - self.tokens / max(self.slots, 1),
+            "padding": self.padding / max(self.slots, 1),
             "mfu": self.flops / seconds / self.peak if self.peak else 0.0,
             "memory_gib": memory_gib(self.device),
         }

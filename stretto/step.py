@@ -1,9 +1,12 @@
-"""One optimizer step: micro-batches, loss, backward, clip, guard, update. Nothing here makes the host wait."""
+"""One optimizer step: micro-batches, loss, backward, clip, guard, update. Nothing here makes the host wait, but for the
+one step that is timed to find out whether it should be a CUDA graph."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +16,12 @@ from stretto.graphs import Recorder
 from stretto.guard import Guard
 from stretto.model import Model
 from stretto.optim import FlatAdamW, clip_gradients
-from stretto.parallel import gradient_sync
-from stretto.runtime import seed_all
+from stretto.parallel.data import StaticGradients, gradient_sync, replicate
+from stretto.runtime import Runtime, seed_all
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TIMED = 4  # the step after a start that tells whether the host is what steps wait for: kernels are compiled by then
+LAUNCH_BOUND = 0.5  # it is, if issuing a step takes the host more than this share of it
 
 
 @dataclass
@@ -32,7 +37,13 @@ class Trainable:
     device: torch.device
     clip: float
     seed: int
-    recorder: Recorder | None = None  # of CUDA graphs
+    may_record: bool = False  # steps are replayed from CUDA graphs, or may be: batches then come in few shapes
+    gradients: StaticGradients | None = None  # None: as autograd makes them
+    recorders: Recorders | None = None  # of CUDA graphs; None: every kernel is launched by the host
+    factor: Tensor = field(init=False)  # of the loss, on the device: a graph reads it there
+
+    def __post_init__(self) -> None:
+        self.factor = torch.ones((), device=self.device)
 
     def describe(self) -> str:
         size = sum(p.numel() for p in self.plain.parameters())
@@ -53,25 +64,30 @@ def run_step(parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels:
 
     Returns this process's summed loss and the global gradient norm, both still on the device.
     """
-    # Data parallelism averages gradients over processes; the sum is wanted.
-    factor = world / max(num_labels, 1)
-    if parts.recorder is not None:
+    static, recorders = parts.gradients, parts.recorders
+    # Wrappers average gradients over the processes, and the sum is wanted; static ones are summed.
+    parts.factor.fill_((world if static is None else 1) / max(num_labels, 1))
+    if recorders is not None and static is None:
         ((index, batch),) = batches
         seed_all(parts.seed, index)
-        return parts.recorder.run(batch, factor)
+        return recorders.step.run(batch)
     loss_sum = torch.zeros((), device=parts.device)
     for index, batch in batches:
         seed_all(parts.seed, index)  # dropout depends on (seed, micro-batch), not on what ran before or where
         with gradient_sync(parts.model, last=index == batches[-1][0]):
-            loss_sum += learn(parts, batch, factor)
-    return loss_sum, update(parts)
+            loss_sum += learn(parts, batch) if recorders is None else recorders.learn.run(batch)[0]
+    if static is not None:
+        static.sum_over_processes()
+    return loss_sum, update(parts) if recorders is None else recorders.update.run()[0]
 
 
-def learn(parts: Trainable, batch: Batch, factor: float | Tensor) -> Tensor:
+def learn(parts: Trainable, batch: Batch) -> Tensor:
     """The summed loss of a micro-batch; its gradient, times `factor`, is added to what the parameters have."""
     with autocast(parts.precision, parts.device):
         loss = parts.model(batch)
-    parts.scaler.scale(loss * factor).backward()
+    parts.scaler.scale(loss * parts.factor).backward()
+    if parts.gradients is not None:
+        parts.gradients.settle()
     return loss.detach()
 
 
@@ -87,14 +103,62 @@ def update(parts: Trainable) -> Tensor:
     else:
         optimizer.found_inf = cancel  # type: ignore[attr-defined]  # what GradScaler sets for fused optimizers
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    if parts.gradients is None:
+        optimizer.zero_grad(set_to_none=True)
+    else:
+        parts.gradients.zero()
     return norm
 
 
-def record_steps(parts: Trainable) -> None:
-    """From now on, steps on batches of a shape that keeps coming are replayed from CUDA graphs."""
-    optimizer = parts.optimizer
-    assert isinstance(optimizer, FlatAdamW)
-    parts.recorder = Recorder(
-        lambda batch, factor: (learn(parts, batch, factor), update(parts)), optimizer.recording, parts.device
-    )
+class Recorders:
+    """A step that is one micro-batch in one process is recorded as a whole. Else there is a graph of the passes over a
+    micro-batch, for each shape, and one of the update; between them, outside of any graph, gradients travel."""
+
+    def __init__(self, parts: Trainable) -> None:
+        optimizer = parts.optimizer
+        assert isinstance(optimizer, FlatAdamW)
+        pool = torch.cuda.graph_pool_handle()
+        self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, pool)
+        self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, pool)
+        self.update = Recorder(lambda: (update(parts),), optimizer.recording, pool)
+
+
+class GraphChoice:
+    """Chooses while a run goes on: CUDA graphs, if a step is over not long after the host has issued it."""
+
+    def __init__(self, parts: Trainable, rt: Runtime, say: Callable[[str], None]) -> None:
+        self.parts, self.rt, self.say = parts, rt, say
+        self.left = TIMED if parts.may_record and parts.recorders is None else 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around each step. It times one of them, which changes no number in it."""
+        self.left -= 1
+        if self.left != 0:
+            yield
+            return
+        begin = self._wait()
+        yield
+        issued = time.perf_counter()
+        self._choose(issued - begin, self._wait() - begin)
+
+    def _wait(self) -> float:
+        if self.parts.device.type == "cuda":
+            torch.cuda.synchronize(self.parts.device)
+        return time.perf_counter()
+
+    def _choose(self, host_s: float, whole_s: float) -> None:
+        """Of all processes, the one that launching holds up most decides."""
+        mine, rank = [round(1e6 * host_s), max(round(1e6 * whole_s), 1)], self.rt.rank
+        times = self.rt.sum_over_ranks([0] * 2 * rank + mine + [0] * 2 * (self.rt.world - 1 - rank))
+        host, whole = max(zip(times[::2], times[1::2], strict=True), key=lambda pair: pair[0] / pair[1])
+        found = f"the host takes {host / 1e3:.1f} ms of a step's {whole / 1e3:.1f} ms"
+        if host > LAUNCH_BOUND * whole:
+            self.say(f"CUDA graphs: on: {found}")
+            self.parts.recorders = Recorders(self.parts)
+            return
+        self.say(f"CUDA graphs: off: {found}")
+        if self.parts.gradients is not None:
+            self.parts.gradients.release()
+            self.parts.gradients = None
+        self.parts.model = replicate(self.parts.plain)

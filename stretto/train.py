@@ -12,6 +12,7 @@ import torch
 
 from stretto import checkpoint, parallel, runtime, techniques
 from stretto.batch import Batch
+from stretto.buckets import to_bucket
 from stretto.config import Config
 from stretto.data import Data, open_data
 from stretto.data.prefetch import prefetch
@@ -22,9 +23,10 @@ from stretto.guard import Guard
 from stretto.model import build_model, sites
 from stretto.optim import build_optimizer, learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
+from stretto.parallel.data import StaticGradients, will_shard
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
-from stretto.step import PRECISIONS, Trainable, record_steps, resolve_precision, run_step
+from stretto.step import PRECISIONS, GraphChoice, Recorders, Trainable, resolve_precision, run_step
 from stretto.trained import save_run
 from stretto.weights import initialise
 
@@ -62,7 +64,8 @@ def train(config: Config, resume: bool = False) -> Path:
         report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
         if rt.is_main:
             save_run(folder, config, data.labels)
-        report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe())
+        notes = _explain_graphs(config, rt, run.parts.precision)
+        report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe(), *notes)
         run_loop(run, report)
         if rt.is_main:
             report.say(f"report: {write_report(folder, rt.device)}")
@@ -72,7 +75,10 @@ def train(config: Config, resume: bool = False) -> Path:
 def build(config: Config, rt: Runtime) -> Trainable:
     """Model, techniques, parallelism, optimizer, weights: each needs the one before."""
     precision = resolve_precision(config.train.precision, rt.device)
-    _check_graphs(config, rt, precision)
+    graphs, obstacles = config.train.graphs, _find_obstacles(config, rt, precision)
+    if graphs == "on" and obstacles:
+        raise ConfigError("train.graphs: " + "; ".join(obstacles))
+    may_record = graphs != "off" and not obstacles
     model = build_model(config.model)
     roles = sites(model)
     techniques.apply_all(model, config.techniques, roles, rt.device, precision)
@@ -89,7 +95,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
         for module in [model.get_submodule(name) for name in roles["block"]] if by_block else [model]:
             module.forward = torch.compile(module.forward)
     parts = Trainable(
-        model=model if sharded else parallel.replicate(model),
+        model=model if sharded or may_record else parallel.replicate(model),
         plain=model,
         optimizer=optimizer,
         guard=Guard("fp16" if precision == "fp16" else config.train.non_finite, rt.device),
@@ -98,29 +104,33 @@ def build(config: Config, rt: Runtime) -> Trainable:
         device=rt.device,
         clip=config.optim.clip,
         seed=config.run.seed,
+        may_record=may_record,
+        gradients=StaticGradients(model) if may_record and max(rt.world, config.train.micro_batches) > 1 else None,
     )
-    if config.train.graphs:
-        record_steps(parts)
+    if graphs == "on":
+        parts.recorders = Recorders(parts)
     return parts
 
 
 def run_loop(run: Run, report: Report) -> None:
     """The steps that are left."""
     cfg, rt, parts, first, total = run.config.train, run.rt, run.parts, run.step, run.config.train.steps
-    meter = Meter(rt.device, rt.world)
+    meter, choice = Meter(rt.device, rt.world), GraphChoice(parts, rt, report.say)
 
     def batches_of(step: int) -> list[tuple[int, Batch]]:
         mine = range(step * cfg.micro_batches + rt.rank, (step + 1) * cfg.micro_batches, rt.world)
-        return [(i, run.data.train_batch(i).to(rt.device)) for i in mine]
+        batches = [(i, run.data.train_batch(i)) for i in mine]
+        return [(i, (to_bucket(batch) if parts.may_record else batch).to(rt.device)) for i, batch in batches]
 
     for step, batches in prefetch(batches_of, first, total):
         # The one message between hosts per step: what was read, and whether anyone was asked to stop.
-        labels, tokens, slots, flops, stop = rt.sum_over_ranks([*_count(run.config, batches), int(rt.stop)])
+        labels, tokens, slots, padding, flops, stop = rt.sum_over_ranks([*_count(run.config, batches), int(rt.stop)])
         lr = learning_rate(run.config.optim, step, total)
         set_learning_rate(parts.optimizer, lr)
-        loss_sum, grad_norm = run_step(parts, batches, labels, rt.world)
+        with choice.watch():
+            loss_sum, grad_norm = run_step(parts, batches, labels, rt.world)
         run.step, run.tokens = step + 1, run.tokens + tokens
-        meter.add(tokens, slots, flops)
+        meter.add(tokens, slots, padding, flops)
         report.advance(run.step)
         if run.step == 1 or _due(cfg.log_every, run):
             cancelled = parts.guard.check(run.step)
@@ -240,18 +250,25 @@ def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
     ]
 
 
-def _check_graphs(config: Config, rt: Runtime, precision: str) -> None:
+def _find_obstacles(config: Config, rt: Runtime, precision: str) -> list[str]:
+    """Why steps cannot be replayed from CUDA graphs."""
     obstacles = {
         "they need a GPU": rt.device.type != "cuda",
-        "they need [techniques.fused], whose optimizer keeps all it needs on the device": config.techniques.fused
-        is None,
-        "they work in one process": rt.world > 1,
-        "they take one micro-batch a step: set train.micro_batches to 1": config.train.micro_batches > 1,
+        "they need [techniques.fused], whose optimizer keeps all it needs on the device": not config.techniques.fused,
+        "parallel.data = 'shard' gathers weights in the middle of a pass, into memory that moves": will_shard(
+            config.parallel
+        ),
         "fp16 adjusts its loss scale on the host: set train.precision to 'bf16'": precision == "fp16",
     }
-    reasons = [reason for reason, holds in obstacles.items() if holds]
-    if config.train.graphs and reasons:
-        raise ConfigError("train.graphs: " + "; ".join(reasons))
+    return [reason for reason, holds in obstacles.items() if holds]
+
+
+def _explain_graphs(config: Config, rt: Runtime, precision: str) -> list[str]:
+    """A line for the log, where graphs would be chosen if they could be. Nobody expects them on a CPU."""
+    obstacles = _find_obstacles(config, rt, precision)
+    if config.train.graphs != "auto" or rt.device.type == "cpu" or not obstacles:
+        return []
+    return ["CUDA graphs: off: " + "; ".join(obstacles)]
 
 
 def _due(every: int, run: Run) -> bool:
@@ -259,13 +276,14 @@ def _due(every: int, run: Run) -> bool:
 
 
 def _count(config: Config, batches: list[tuple[int, Batch]]) -> list[int]:
-    """Labels, tokens, slots and floating-point operations of these micro-batches."""
+    """Labels, tokens, slots, how many of them are padding, and floating-point operations of these micro-batches."""
     counts, unit = [batch.counts for _, batch in batches], tokens_per_sample(config.model)
     flops = sum(training_flops(config.model, c) for c in counts)
     return [
         sum(c.labels for c in counts),
         sum(c.tokens for c in counts) * unit,
-        sum(c.slots for c in counts) * unit,
+        sum(c.all_slots for c in counts) * unit,
+        sum(c.padding for c in counts) * unit,
         round(flops),
     ]
 

@@ -6,7 +6,7 @@ peers.py pads them and adds a mask. Id 0 is kept for padding and for the start o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -52,14 +52,15 @@ def draw_batches(workload: Workload, cfg: ModelConfig, seed: int = 0) -> list[Dr
 
 
 def to_batch(draw: Draw, cfg: ModelConfig) -> Batch:
-    """What Stretto reads."""
+    """What Stretto reads: nothing is padded."""
     label_at, labels = None, draw.labels
     if cfg.kind == "encoder":
         label_at = np.flatnonzero(labels != IGNORE)
         labels = labels[label_at]
+    counts = count(draw)
     return Batch(
         labels=to_tensor(labels),
-        counts=count(draw),
+        counts=replace(counts, slots=counts.tokens, source_slots=counts.source_tokens),
         samples=(),
         inputs=None if draw.inputs is None else _arrange(draw.inputs, draw.ragged),
         label_at=None if label_at is None else to_tensor(label_at),
@@ -80,6 +81,7 @@ def count(draw: Draw) -> Counts:
         labels=num_labels,
         pairs=int((own**2).sum()),
         source_tokens=int(other.sum()),
+        source_slots=0 if draw.source is None else len(other) * draw.source.width,
         source_pairs=int((other**2).sum()),
         cross_pairs=0 if draw.source is None else int((own * other).sum()),
     )

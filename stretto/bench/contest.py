@@ -129,7 +129,7 @@ def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> di
         # Weights and moments in 16 bits, as the others then have them; and where those count, so do activations.
         lean = {"weights": "bf16", "moments": "bf16", "recompute": True}
         recipe["techniques"] = {"fused": lean if workload.bf16_weights else {}}
-        recipe["train"] = {"graphs": graphs}
+        recipe["train"] = {"graphs": "on" if graphs else "off"}
     return recipe
 
 

@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from stretto import graphs, runtime, train
+from stretto.batch import Batch
 from stretto.bench.batches import Draw, count, draw_batches, to_batch
 from stretto.bench.measure import Contestant, Work, measure
 from stretto.bench.workloads import WORKLOADS, fit_to_device
+from stretto.buckets import to_bucket
 from stretto.config import Config, load_config
 from stretto.errors import OutOfMemoryError
 from stretto.flops import tokens_per_sample, training_flops
@@ -41,24 +43,34 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
             from stretto.bench.peers import build_peer
 
             contestant = build_peer(config, draws, name.removeprefix("hf "), rt.device, weights)
+            counts = [count(draw) for draw in draws]
         else:
             contestant = build_ours(config, draws, rt, weights)
-        return measure(contestant, count_work(config, draws), steps, rt.device, precision)
+            counts = [form(draw, config).counts for draw in draws]
+        filler = sum(c.padding for c in counts) / sum(c.all_slots for c in counts)
+        print(f"filler: {filler:.2%} of the positions", flush=True)
+        return measure(contestant, count_work(config, draws), steps, rt.device, precision) | {"filler": filler}
 
 
 def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torch.dtype) -> Contestant:
     # Plain parameters are born in that type; the fused technique has its own way to keep them.
     with _default_dtype(weights if config.techniques.fused is None else torch.float32):
         parts = train.build(config, rt)
-    batches = [to_batch(draw, config.model).to(rt.device) for draw in draws]
+    batches = [form(draw, config).to(rt.device) for draw in draws]
 
     def step(i: int) -> Tensor:
         batch = batches[i % len(batches)]
         loss_sum, _ = run_step(parts, [(i, batch)], batch.counts.labels, rt.world)
         return loss_sum / batch.counts.labels
 
-    passes = 3 if parts.recorder is None else graphs.TIMES + 2  # each batch may have a shape of its own
+    passes = 3 if parts.recorders is None else graphs.TIMES + 2  # each batch may have a shape of its own
     return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad], passes)
+
+
+def form(draw: Draw, config: Config) -> Batch:
+    """What training would read."""
+    batch = to_batch(draw, config.model)
+    return to_bucket(batch) if config.train.graphs == "on" else batch
 
 
 def count_work(config: Config, draws: Sequence[Draw]) -> Work:

@@ -1,9 +1,10 @@
 """Translation: sentence pairs in batches of a token budget.
 
-Pairs are sorted by length and cut into batches of at most `max_tokens` on either side. The lengths alone decide the
-cuts, so every epoch has the same number of batches; what an epoch draws anew is which of the equally long pairs go
-where, and the order of the batches. Sentence lengths within a batch are then nearly equal, which padding needs and
-packing does not mind.
+Pairs are put in order of length and cut into batches of at most `max_tokens` on either side. The lengths alone decide
+order and cuts, so every epoch has the same number of batches; what an epoch draws anew is which of the equally long
+pairs go where, and the order of the batches. Sentence lengths within a batch are then nearly equal on both sides, which
+padding needs. Packed batches rather need few shapes: there only the longer sides are nearly equal, and the shorter ones
+are mixed so that they add up to nearly the same share in every batch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_st
 from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
+
+GOLDEN = (5**0.5 - 1) / 2
 
 
 def open_pair_data(cfg: DataConfig, *, seed: int, folder: Path) -> PairData:
@@ -70,7 +73,7 @@ class TextPairs:
 
 
 class SizedPairs:
-    """The pairs of a range that are fit for use, sorted by (target length, source length) and cut into batches."""
+    """The pairs of a range that are fit for use, in order of length and cut into batches."""
 
     def __init__(self, key: str, source: Tokens, target: Tokens, chosen: range, cfg: DataConfig) -> None:
         self._source = source
@@ -79,7 +82,8 @@ class SizedPairs:
         lengths = np.stack([np.diff(target.starts), np.diff(source.starts)]) - 1
         self._target_lengths, self._source_lengths = lengths
         usable = (lengths.min(axis=0) > 1) & (lengths.max(axis=0) <= cfg.seq_len)
-        self.pairs = self._sort(chosen.start + np.flatnonzero(usable[chosen.start : chosen.stop]))
+        pairs = chosen.start + np.flatnonzero(usable[chosen.start : chosen.stop])
+        self.pairs = self._sort(pairs) if cfg.layout == "padded" else pairs[mix_by_longest(lengths[:, pairs])]
         self.num_dropped = len(chosen) - len(self.pairs)
         if not len(self.pairs):
             raise DataError(f"{key}: no pair has two sentences of 1 to data.seq_len = {cfg.seq_len} tokens")
@@ -94,7 +98,9 @@ class SizedPairs:
 
     def shuffle(self, random: np.random.Generator) -> Shuffled:
         """One epoch: pairs of equal lengths change places, and the batches come in any order."""
-        return Shuffled(self._sort(random.permutation(self.pairs)), random.permutation(self.num_batches))
+        pairs = np.empty_like(self.pairs)
+        pairs[self._find_order(self.pairs)] = self._sort(random.permutation(self.pairs))
+        return Shuffled(pairs, random.permutation(self.num_batches))
 
     def members(self, pairs: Int64s, batch: int) -> Int64s:
         return pairs[self._cuts[batch] : self._cuts[batch + 1]]
@@ -104,12 +110,16 @@ class SizedPairs:
         return _read_sentences(self._source, pairs), _read_sentences(self._target, pairs)
 
     def _sort(self, pairs: Int64s) -> Int64s:
-        return pairs[np.lexsort((self._source_lengths[pairs], self._target_lengths[pairs]))]
+        return pairs[self._find_order(pairs)]
+
+    def _find_order(self, pairs: Int64s) -> Int64s:
+        """By target length, then by source length."""
+        return np.lexsort((self._source_lengths[pairs], self._target_lengths[pairs]))
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    pairs: Int64s  # sorted by length
+    pairs: Int64s  # in order of length
     batches: Int64s  # which batch comes when
 
 
@@ -117,8 +127,17 @@ def _read_sentences(tokens: Tokens, pairs: Int64s) -> list[Int64s]:
     return [tokens.ids[tokens.starts[i] : tokens.starts[i + 1]].astype(np.int64) for i in pairs]
 
 
+def mix_by_longest(sizes: Int64s) -> Int64s:
+    """An order by the longer side; sizes [2, n] are the lengths of both. Pairs that are equally long there are mixed as
+    evenly as can be, by steps of the golden ratio through their order by the difference of the sides."""
+    target, source = sizes
+    longest = sizes.max(axis=0)
+    order = np.lexsort((target - source, longest))
+    return order[np.lexsort((np.arange(len(order)) * GOLDEN % 1, longest[order]))]
+
+
 def cut_batches(sizes: Int64s, max_tokens: int, *, padded: bool) -> Iterator[int]:
-    """Where batches of at most `max_tokens` begin and end; sizes [2, n] are the lengths of both sides, sorted."""
+    """Where batches of at most `max_tokens` begin and end; sizes [2, n] are the lengths of both sides, in order."""
     start, totals, longest = 0, (0, 0), 0
     yield start
     for end, (target, source) in enumerate(sizes.T.tolist()):
@@ -194,7 +213,7 @@ class PairData(Data):
         target = [sentence[:-1] for sentence in targets]
         labels = np.concatenate([sentence[1:] for sentence in targets])
         source_lengths, target_lengths = _lengths(source), _lengths(target)
-        inputs = self._arrange(target, target_lengths)
+        inputs, source_inputs = self._arrange(target, target_lengths), self._arrange(source, source_lengths)
         slots = inputs.ids.numel()
         num_labels = len(labels)
         if self._cfg.layout == "padded":
@@ -207,12 +226,13 @@ class PairData(Data):
                 labels=num_labels,
                 pairs=int((target_lengths**2).sum()),
                 source_tokens=int(source_lengths.sum()),
+                source_slots=source_inputs.ids.numel(),
                 source_pairs=int((source_lengths**2).sum()),
                 cross_pairs=int((target_lengths * source_lengths).sum()),
             ),
             samples=tuple(pairs.tolist()),
             inputs=inputs,
-            source=self._arrange(source, source_lengths),
+            source=source_inputs,
         )
 
     def _arrange(self, sentences: list[Int64s], lengths: Int64s) -> Sequences:

@@ -2,22 +2,31 @@
 
 `shard` splits weights, gradients and moments over the processes and gathers each block just before it is used (FSDP2).
 `replicate` keeps a whole copy of the model in each process (DistributedDataParallel). With one process both leave the
-model as it is.
+model as it is. `StaticGradients` do what `replicate` does, for a model that stays bare: gradients are summed when the
+backward passes are done, so that these passes can be recorded as CUDA graphs.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.config import ParallelConfig
+
+ALIGN = 16  # elements: each gradient begins at a multiple, so that vector loads apply
+
+
+def will_shard(cfg: ParallelConfig) -> bool:
+    return cfg.data == "shard" and dist.is_initialized()
 
 
 def shard(
@@ -25,7 +34,7 @@ def shard(
 ) -> bool:
     """Splits a model that is still on the meta device, if asked to; its parameters become DTensors under their old
     names. Says whether it did."""
-    if cfg.data != "shard" or not dist.is_initialized():
+    if not will_shard(cfg):
         return False
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     # Weights travel in the precision they are used in; gradients are summed in fp32.
@@ -55,3 +64,44 @@ def gradient_sync(model: nn.Module, last: bool) -> Iterator[None]:
             yield
     else:
         yield
+
+
+class StaticGradients:
+    """Gradients that stay where they are from step to step: parts of one flat tensor for each dtype, which backward
+    passes add into. Processes then need one message for all of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.flats: list[Tensor] = []
+
+    def settle(self) -> None:
+        """After each backward pass. What the very first one has made moves into place; parameters that got nothing then
+        are taken to be unused, and never get a place."""
+        if self.flats:
+            return
+        grads: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        for p in self.parameters:
+            if p.grad is not None:
+                grads[p.grad.dtype].append((p, p.grad))
+        for members in grads.values():
+            sizes = [-(-grad.numel() // ALIGN) * ALIGN for _, grad in members]
+            flat = members[0][1].new_zeros(sum(sizes))
+            for (p, grad), end, size in zip(members, accumulate(sizes), sizes, strict=True):
+                place = flat[end - size :][: grad.numel()].view(grad.shape)
+                p.grad = place.copy_(grad)
+            self.flats.append(flat)
+
+    def sum_over_processes(self) -> None:
+        if dist.is_initialized():
+            for flat in self.flats:
+                dist.all_reduce(flat)
+
+    def zero(self) -> None:
+        for flat in self.flats:
+            flat.zero_()
+
+    def release(self) -> None:
+        """Gradients are again what autograd makes of them."""
+        for p in self.parameters:
+            p.grad = None
+        self.flats = []

@@ -63,6 +63,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     for name, result in results.items():
         assert result["tokens_per_s"] == pytest.approx(8 * 64 / (result["step_ms"] / 1e3)), (name, result)
         assert result["first_loss"] == pytest.approx(6.24, abs=0.1)  # ln 512: all train the same tiny model
+        assert result["filler"] == 0  # every row is full
         assert result["parameters"] == results["hf eager"]["parameters"]
         assert result["ratio_to_best_peer"] == pytest.approx(result["tokens_per_s"] / best)
         assert load_config(tmp_path / NAME / f"{name.replace(' ', '-')}.toml").train.compile is False
@@ -131,6 +132,13 @@ def test_only_stretto_takes_techniques(tmp_path: Path) -> None:
         assert config.model.layers == 3 and config.model.width == 64
         assert (config.techniques.fused is None) == (name != "stretto")
         assert config.techniques.fused is None or config.techniques.fused.recompute is True
+
+
+def test_stretto_asks_for_graphs_on_a_gpu(tmp_path: Path) -> None:
+    for graphs, word in ((True, "on"), (False, "off")):
+        assert contest.make_recipe(WORKLOADS[NAME], "stretto", graphs)["train"] == {"graphs": word}
+    config = load_config(contest.prepare(NAME, "stretto", CPU_ONLY, tmp_path).stem.with_suffix(".toml"))
+    assert config.train.graphs == "off"
 
 
 def test_bf16_weights_are_asked_for_in_each_ones_way() -> None:

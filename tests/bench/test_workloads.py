@@ -14,6 +14,7 @@ from stretto.bench import peers
 from stretto.bench.batches import CORPUS, Draw, count, draw_batches, draw_lengths, to_batch
 from stretto.bench.contest import make_recipe
 from stretto.bench.workloads import WORKLOADS, LogNormal, Workload, find_workloads, fit_to_device
+from stretto.buckets import to_bucket
 from stretto.config import ModelConfig, build_config
 from stretto.errors import ConfigError
 from stretto.model import build_model
@@ -132,6 +133,21 @@ def test_sentences_fill_their_budget_with_little_padding(name: str, budget: int)
     assert np.mean(ratios) == pytest.approx(1.0, abs=0.1)
     assert budget < 1000 or np.std(ratios) == pytest.approx(0.15, abs=0.04)  # a small batch is a slice of the ratios
     assert 15 < np.median(sources) < 35 and len(sources) < CORPUS
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer_big_mt_16k", "transformer_big_mt_512", "bert_large_64x512_padded", "gpt2_small_1x1024"]
+)
+def test_what_is_timed_has_little_filler(name: str) -> None:
+    """On both sides of a translation; peers have much more of it."""
+    cfg, draws = configure(WORKLOADS[name]), draw(name)
+    ours, theirs = [to_bucket(to_batch(some, cfg)).counts for some in draws], [count(some) for some in draws]
+    assert [c.tokens for c in ours] == [c.tokens for c in theirs]
+    ours_share, peers_share = (sum(c.padding for c in some) / sum(c.all_slots for c in some) for some in (ours, theirs))
+    if name.startswith("gpt2"):
+        assert ours_share == peers_share == 0
+    else:
+        assert 0 < ours_share < min(peers_share, 0.03)
 
 
 def test_the_decoder_reads_the_start_symbol_then_what_it_should_have_written() -> None:
