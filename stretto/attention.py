@@ -33,13 +33,15 @@ def attend(
     causal: bool,
     dropout: float,
     bias: Tensor | None = None,
+    key: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, D], k and v [T', K, D] to [T, H, D]; softmax(q k / sqrt(D) + bias) v inside each sequence."""
+    """q [T, H, D], k and v [T', K, D] to [T, H, D]; softmax(q k / sqrt(D) + bias) v inside each sequence. Our own
+    kernels drop by `key`, or by a new one; all others by torch's generator."""
     dense, padded = q_layout.dense and k_layout.dense, not (q_layout.lengths is None and k_layout.lengths is None)
     if not padded and _fits_kernels(q):
         ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
         if bias is not None or is_short(q, k_layout.max_len) or (not dense and (dropout or k_layout.max_len <= LONG)):
-            key = draw_keys(q, 1)[0] if dropout else None
+            key = draw_keys(q, 1)[0] if dropout and key is None else key
             return attention(q, k, v, *ends, causal, bias=bias, p=dropout, key=key)
         if not dense:
             return _attend_packed(q, k, v, *ends, causal)

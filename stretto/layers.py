@@ -98,7 +98,7 @@ class FusedStack(Stack):
 
 
 class FusedBlock(Block):
-    KEYS = 4  # places that drop: in front of up to three norms, and inside the MLP
+    KEYS = 6  # places that drop: in front of up to three norms, inside the MLP, and in up to two attentions
     recompute: bool  # what the MLP keeps: see FusedConfig
 
     def forward(  # type: ignore[override]  # the stream, and what the next norm needs besides it
@@ -119,15 +119,14 @@ class FusedBlock(Block):
         gradient of its own, so that the norm that made both adds their gradients up."""
         if cache is not None:
             return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
-        *norm_keys, mlp_key = keys
+        *norm_keys, mlp_key, self_key, cross_key = keys
         branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
-            (self.attention_norm, lambda h: self.attend_self(h, layout, rotary)),
+            (self.attention_norm, lambda h: self.attend_self(h, layout, rotary, self_key)),
             (self.mlp_norm, lambda h: self.expand(h, mlp_key)),
         ]
         if self.cross is not None and self.cross_norm is not None:
-            branches.insert(
-                1, (self.cross_norm, lambda h: self.attend_memory(h, layout, memory, memory_layout, memory_kv))
-            )
+            parts = (layout, memory, memory_layout, memory_kv, cross_key)
+            branches.insert(1, (self.cross_norm, lambda h: self.attend_memory(h, *parts)))
         if self.pre_norm:
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
                 h, x = self.add(pending, x, norm, key)
@@ -144,24 +143,30 @@ class FusedBlock(Block):
         p, (out, bias) = self.dropout if self.training else 0.0, branch
         return add_norm(out, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
 
-    def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None) -> Branch:
+    def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
         at = self.attention
         parts = [at.heads, at.kv_heads, at.kv_heads]
         angles = () if rotary is None else (rotary.cos, rotary.sin)
         q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *angles)
         p = at.dropout if self.training else 0.0
-        out = attend(q, k, v, layout, layout, at.causal, p).flatten(1)
+        out = attend(q, k, v, layout, layout, at.causal, p, key=key).flatten(1)
         return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
 
     def attend_memory(
-        self, h: Tensor, layout: Layout, memory: Tensor | None, memory_layout: Layout | None, kv: Heads | None
+        self,
+        h: Tensor,
+        layout: Layout,
+        memory: Tensor | None,
+        memory_layout: Layout | None,
+        kv: Heads | None,
+        key: Tensor | None,
     ) -> Branch:
         at = self.cross
         assert at is not None and memory is not None and memory_layout is not None
         (q,) = project_heads(h, at.q.weight, at.q.bias, [at.heads])
         k, v = kv or project_heads(memory, at.kv.weight, at.kv.bias, [at.heads, at.heads])
         p = at.dropout if self.training else 0.0
-        out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p).flatten(1)
+        out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key).flatten(1)
         return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
 
     def expand(self, h: Tensor, key: Tensor | None) -> Branch:

@@ -6,6 +6,7 @@ What it computes is compared with other implementations in test_parity.py.
 from __future__ import annotations
 
 import math
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -245,13 +246,22 @@ def test_a_bias_is_added_by_distance(causal: bool, form: str) -> None:
 
 @pytest.mark.gpu
 @ATTENTION
-def test_packed_kernel_is_as_exact_as_the_padded_one(
-    q_lengths: list[int], k_lengths: list[int] | None, causal: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernel", ["ours", "varlen"])
+def test_packed_kernels_are_as_exact_as_the_padded_one(
+    q_lengths: list[int],
+    k_lengths: list[int] | None,
+    causal: bool,
+    kv_heads: int,
+    kernel: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch.nn.attention import varlen
-
-    calls, kernel = [], varlen.varlen_attn
-    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **options: calls.append(1) or kernel(*args, **options))
+    calls = []
+    place = "stretto.attention." + {"ours": "attention", "varlen": "_attend_packed"}[kernel]
+    chosen = pkgutil.resolve_name(place)
+    monkeypatch.setattr(place, lambda *args, **options: calls.append(1) or chosen(*args, **options))
+    if kernel == "varlen":  # as if these sequences were long
+        monkeypatch.setattr("stretto.attention.is_short", lambda *args: False)
+        monkeypatch.setattr("stretto.attention.LONG", 0)
     tensors, *lengths = attention_problem(q_lengths, k_lengths, kv_heads, head_size=64)
     tensors = [t.cuda() for t in tensors]
     wanted = run_definition(tensors, *lengths, causal)

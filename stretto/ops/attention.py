@@ -272,7 +272,7 @@ def _short_forward_tile(
 
 
 @jit
-def _short_forward_kernel(
+def _short_attention_kernel(
     q_ptr, k_ptr, v_ptr,
     out_ptr,  # [T, H, D], contiguous
     lse_ptr,  # [H, T]
@@ -347,7 +347,7 @@ def _short_backward_tile(
 
 
 @jit
-def _short_backward_kernel(
+def _short_attention_backward_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, words_ptr,
     dq_ptr, dk_ptr, dv_ptr,  # gradients are contiguous
     q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride,
@@ -420,7 +420,7 @@ def _long_forward_tiles(
 
 
 @jit
-def _long_forward_kernel(
+def _long_attention_kernel(
     q_ptr, k_ptr, v_ptr,
     bias_ptr,  # [H, 2 * reach + 1]
     out_ptr, lse_ptr, words_ptr, key_ptr, q_offsets_ptr, k_offsets_ptr, tokens, scale, q_stride, k_stride, v_stride,
@@ -502,7 +502,7 @@ def _long_dq_tiles(
 
 
 @jit
-def _long_dq_kernel(
+def _long_attention_dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, words_ptr,
     delta_ptr,  # [H, T], written here
     dq_ptr, q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride,
@@ -583,7 +583,7 @@ def _long_dkv_tiles(
 
 
 @jit
-def _long_dkv_kernel(
+def _long_attention_dkv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr, dk_ptr, dv_ptr, q_offsets_ptr,
     k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, reach, sequences,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
@@ -629,7 +629,7 @@ def _long_dkv_kernel(
 
 
 @jit
-def _dbias_kernel(
+def _attention_dbias_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr,
     sums_ptr,  # [programs, BLOCK, BLOCK]
     q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, reach, sequences,
@@ -745,11 +745,11 @@ def launch_attention(
         kind = {"H": heads, "GROUP": heads // k.shape[1], "D": size, "CAUSAL": causal, "P": p}
         if bias is None and is_short(q, k_max):
             tile, _ = short_tiles(q, q_max, k_max, heads // k.shape[1], sequences, p)
-            _short_forward_kernel[(sequences * heads // tile["HEADS"],)](q, k, v, *written, *layout, **kind, **tile)
+            _short_attention_kernel[(sequences * heads // tile["HEADS"],)](q, k, v, *written, *layout, **kind, **tile)
         else:
             tile, _, _ = long_tiles(q, q_max)
             tiles = tokens // tile["BLOCK_M"] + sequences
-            _long_forward_kernel[(heads * tiles,)](
+            _long_attention_kernel[(heads * tiles,)](
                 q, k, v, bias, *written, *layout, _reach(bias), sequences,
                 SEQUENCES=next_power_of_2(sequences), **kind, **tile,
             )  # fmt: skip
@@ -785,17 +785,17 @@ def launch_attention_backward(
     if bias is None and is_short(q, k_max):
         _, tile = short_tiles(q, q_max, k_max, heads // kv_heads, sequences, p)
         grid = (sequences * kv_heads,)
-        _short_backward_kernel[grid](dout, q, k, v, *kept, dq, dk, dv, *layout, **kind, **tile)
+        _short_attention_backward_kernel[grid](dout, q, k, v, *kept, dq, dk, dv, *layout, **kind, **tile)
         return dq, dk, dv, dbias
     _, dq_tile, dkv_tile = long_tiles(q, q_max)
     delta, kind = torch.empty_like(lse), kind | {"SEQUENCES": next_power_of_2(sequences)}
     if dq.numel():
         tiles = tokens // dq_tile["BLOCK_M"] + sequences
-        _long_dq_kernel[(heads * tiles,)](
+        _long_attention_dq_kernel[(heads * tiles,)](
             dout, q, k, v, bias, out, *kept, delta, dq, *layout, _reach(bias), sequences, **kind, **dq_tile
         )
     tiles = k.shape[0] // dkv_tile["BLOCK_N"] + sequences
-    _long_dkv_kernel[(kv_heads * tiles,)](
+    _long_attention_dkv_kernel[(kv_heads * tiles,)](
         dout, q, k, v, bias, *kept, delta, dk, dv, *layout, _reach(bias), sequences, **kind, **dkv_tile
     )
     if bias is not None:
@@ -803,7 +803,7 @@ def launch_attention_backward(
         block = 32 if q.dtype.itemsize > 2 else 64
         q_tiles, k_tiles, shares = cdiv(q_max, block), cdiv(k_max, block), min(sequences, 8)
         sums = q.new_empty(q_tiles + k_tiles - 1, heads, shares, block, block, dtype=torch.float32)
-        _dbias_kernel[(sums.numel() // block**2,)](
+        _attention_dbias_kernel[(sums.numel() // block**2,)](
             dout, q, k, v, bias, *kept, delta, sums, *layout, _reach(bias), sequences, q_tiles - 1,
             SHARES=shares, BLOCK=block, BLOCK_D=dq_tile["BLOCK_D"], **kind,
         )  # fmt: skip

@@ -144,7 +144,8 @@ def test_stretto_asks_for_graphs_on_a_gpu(tmp_path: Path) -> None:
 def test_bf16_weights_are_asked_for_in_each_ones_way() -> None:
     recipe = contest.make_recipe(WORKLOADS["llama1b_4x4096"], "stretto")
     assert recipe["techniques"]["fused"] == {"weights": "bf16", "moments": "bf16", "recompute": True}
-    assert contest.make_recipe(WORKLOADS[NAME], "stretto")["techniques"]["fused"] == {}
+    for graphs, weights in ((True, "split"), (False, "fp32")):
+        assert contest.make_recipe(WORKLOADS[NAME], "stretto", graphs)["techniques"]["fused"] == {"weights": weights}
 
 
 def test_missing_transformers_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
