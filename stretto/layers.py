@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -44,6 +43,7 @@ from stretto.ops.dropout import draw_keys
 from stretto.ops.embedding import embed
 from stretto.ops.heads import project_heads
 from stretto.ops.language import product_dtype
+from stretto.ops.linear import linear
 from stretto.ops.mlp import mlp
 from stretto.ops.norm import add_norm, norm
 
@@ -150,7 +150,7 @@ class FusedBlock(Block):
         q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *angles)
         p = at.dropout if self.training else 0.0
         out = attend(q, k, v, layout, layout, at.causal, p, key=key).flatten(1)
-        return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
+        return linear(out, at.out.weight), at.out.bias
 
     def attend_memory(
         self,
@@ -167,7 +167,7 @@ class FusedBlock(Block):
         k, v = kv or project_heads(memory, at.kv.weight, at.kv.bias, [at.heads, at.heads])
         p = at.dropout if self.training else 0.0
         out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key).flatten(1)
-        return F.linear(out, at.out.weight.to(out.dtype)), at.out.bias
+        return linear(out, at.out.weight), at.out.bias
 
     def expand(self, h: Tensor, key: Tensor | None) -> Branch:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
@@ -205,7 +205,7 @@ class FusedPatchEmbedding(PatchEmbedding):
 class FusedLMHead(LMHead):
     def loss(self, x: Tensor, embedding: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         if self.transform is not None and self.norm is not None:
-            x = F.linear(x, self.transform.weight.to(x.dtype))
+            x = linear(x, self.transform.weight)
             x = norm(activate(x, self.transform.bias, self.activation, 0.0, None), *norm_parts(self.norm))
         return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
 

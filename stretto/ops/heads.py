@@ -44,6 +44,7 @@ from stretto.ops.language import (
     wide,
     wide_dtype,
 )
+from stretto.ops.linear import linear_gradients
 
 ROTATED = 2  # parts, the first ones: queries and keys
 
@@ -293,11 +294,10 @@ class _ProjectHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cos, sin = ctx.saved_tensors
-        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        need_bias = ctx.needs_input_grad[2]
         dout, sums = _merge(list(dparts), cos, sin, need_bias)
-        dx = dout @ weight if need_x else None
-        dweight = dout.t() @ x if need_weight else None
-        return dx, dweight, sums.to(ctx.bias_dtype) if need_bias else None, None, None, None
+        gradients = linear_gradients(dout, x, weight)
+        return *gradients, sums.to(ctx.bias_dtype) if need_bias else None, None, None, None
 
 
 def project_heads(

@@ -36,6 +36,7 @@ from stretto.ops.activation import (
     launch_activate_backward,
 )
 from stretto.ops.language import INTERPRET, product_dtype, wide_dtype
+from stretto.ops.linear import linear_backward
 
 
 def mlp_ref(
@@ -124,22 +125,30 @@ def _mlp_backward(
     dup_bias, ddown_bias = (x.new_empty(0, dtype=wide_dtype(x.dtype)) for _ in range(2))
     h = kept if kind == "relu" else h
     want_h = need_down_weight and recompute and kind != "relu"
-    if need_x or need_up_weight or need_up_bias:
+    need_pre = need_x or need_up_weight or need_up_bias
+    together = need_pre and need_down_weight and not want_h
+    if need_pre:
         launch = partial(launch_activate_backward, overwrite_dh=True)
         backward = launch if x.is_cuda or INTERPRET else activate_backward_ref
-        dpre, again, dup_bias = backward(dout @ down_weight, kept, up_bias, kind, p, key, want_h, need_up_bias)
+        if together:
+            dh, ddown_weight = linear_backward(dout, h, down_weight)
+        else:
+            dh = dout @ down_weight
+        dpre, again, dup_bias = backward(dh, kept, up_bias, kind, p, key, want_h, need_up_bias)
         h = again if want_h else h
-        del again
+        del again, dh
     elif want_h:
         h = _activate(kept, up_bias, kind, p, key)
-    if need_down_weight:
+    if need_down_weight and not together:
         ddown_weight = dout.t() @ h
     del h  # a recomputed one makes room for what follows
     if need_down_bias:
         ddown_bias = dout.sum(0, dtype=ddown_bias.dtype)
-    if need_up_weight:
+    if need_x and need_up_weight:
+        dx, dup_weight = linear_backward(dpre, x, up_weight)
+    elif need_up_weight:
         dup_weight = dpre.t() @ x
-    if need_x:
+    elif need_x:
         dx = dpre @ up_weight
     return dx, dup_weight, dup_bias, ddown_weight, ddown_bias
 

@@ -1,0 +1,80 @@
+"""A linear layer whose backward products run side by side.
+
+    dx = dout weight,   dweight = dout^T x
+
+The two do not need each other. With few tokens neither fills the GPU (512 tokens and a width of 1024 make 32 tiles of
+128 x 128, for 132 processors), so the second one gets a stream of its own, from after what came before to before what
+comes next; in a CUDA graph they become two branches. Products of many tokens run one after the other.
+
+Shapes: x [T, C], weight [O, C], dout [T, O]. Saved for backward: x, weight.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops.language import product_dtype
+
+FEW = 2048  # tokens
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def linear_backward(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """dx and dweight."""
+    # Both are made here: memory that is taken on a stream is free for that stream's next use alone.
+    dx, dweight = dout.new_empty(x.shape), dout.new_empty(weight.shape)
+    if dout.is_cuda and dout.shape[0] <= FEW:
+        here, side = torch.cuda.current_stream(dout.device), _side_stream(dout.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            torch.mm(dout.t(), x, out=dweight)
+        torch.mm(dout, weight, out=dx)
+        here.wait_stream(side)
+    else:
+        torch.mm(dout.t(), x, out=dweight)
+        torch.mm(dout, weight, out=dx)
+    return dx, dweight
+
+
+_linear_backward = torch.library.custom_op("stretto::linear_backward", linear_backward, mutates_args=())
+
+
+@_linear_backward.register_fake
+def _(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return dout.new_empty(x.shape), dout.new_empty(weight.shape)
+
+
+def linear_gradients(dout: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """dx, which needs weight, and dweight, which needs x; None where that was not kept."""
+    if x is None or weight is None:
+        return None if weight is None else dout @ weight, None if x is None else dout.t() @ x
+    gradients: tuple[Tensor, Tensor] = _linear_backward(dout, x, weight)
+    return gradients
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        need_x, need_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return linear_gradients(dout, *ctx.saved_tensors)
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, C] times weight [O, C], transposed, in the dtype of x or, like F.linear, of an enclosing autocast."""
+    dtype = product_dtype(x)
+    out: Tensor = _Linear.apply(x.to(dtype), weight.to(dtype))
+    return out

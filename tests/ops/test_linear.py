@@ -1,0 +1,86 @@
+"""The linear layer: torch's own products, whichever are needed, wherever they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stretto.ops import linear as family
+from stretto.ops.linear import linear
+from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, rand, results, strided
+
+# poisoned memory comes with torch's deterministic mode, which has a word to say about cuBLAS
+pytestmark = pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled")
+
+
+def arguments(tokens: int = 7) -> list[Tensor]:
+    return [rand(tokens, 24), rand(40, 24, seed=1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 37, family.FEW, family.FEW + 1])
+def test_parity(tokens: int, dtype: torch.dtype) -> None:
+    assert_parity(linear, F.linear, arguments(tokens), dtype)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_only_what_is_needed(frozen: int) -> None:
+    """The other factor is not even kept."""
+    args = [t.requires_grad_(i != frozen) for i, t in enumerate(arguments())]
+    kept: list[Tensor] = []
+
+    def keep(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = linear(*args)
+    assert [t.shape for t in kept] == [args[frozen].shape]
+    dout = rand(*out.shape)
+    (gradient,) = torch.autograd.grad(out, args[1 - frozen], dout)
+    expected = dout @ args[1] if frozen == 1 else dout.t() @ args[0]
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_any_strides() -> None:
+    x, weight = arguments()
+    expected = results(linear, [x, weight])
+    for given in ([strided(x), weight], [x, weight.t().contiguous().t()]):
+        for a, b in zip(results(linear, given), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_op_and_compilation() -> None:
+    x, weight = arguments()
+    assert_op(family._linear_backward, (rand(7, 40, seed=2), x, weight))
+    assert_compiles(linear, [x, weight])
+
+    def cast(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return linear(x, weight)
+
+    assert_compiles(cast, [x, weight])
+    assert cast(x, weight).dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_side_by_side_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many times in a row, with memory that is used again at once: a product that another one overtakes would show."""
+    weights = [rand(512, 512, dtype=torch.bfloat16, seed=i, scale=0.05).requires_grad_() for i in range(20)]
+
+    def run() -> tuple[Any, ...]:
+        x = rand(300, 512, dtype=torch.bfloat16, seed=99).requires_grad_()
+        out = x
+        for weight in weights:
+            out = linear(out, weight)
+        return torch.autograd.grad(out, [x, *weights], torch.ones_like(out))
+
+    beside = [run() for _ in range(5)]
+    monkeypatch.setattr(family, "FEW", 0)
+    after = run()
+    for some in beside:
+        assert all(torch.equal(a, b) for a, b in zip(some, after, strict=True))
