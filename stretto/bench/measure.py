@@ -49,6 +49,7 @@ class Contestant:
     step: Callable[[int], Tensor]  # one training step on batch number i; its mean loss, still on the device
     parameters: Sequence[Tensor]  # that are trained
     passes: int = 3  # over all batches, at least, until everything is compiled and recorded
+    records: bool = False  # CUDA graphs, in its first passes: their replays no longer show in the statistics of memory
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ def warm_up(contestant: Contestant, num_batches: int, device: torch.device) -> f
     """Passes over all batches until two in a row are within 10% of the fastest: everything is then compiled, tuned and
     recorded. Returns the loss of the very first step.
 
-    Peak memory counts from the second pass: the first may hold what tuning needs. CUDA graphs are recorded later than
-    that, and must be: their replays no longer show in the statistics.
+    Peak memory counts from the second pass, since the first may hold what tuning needs, or from the beginning for who
+    records CUDA graphs then.
     """
     first_loss, seconds = math.nan, list[float]()
     least = contestant.passes
@@ -120,7 +121,7 @@ def warm_up(contestant: Contestant, num_batches: int, device: torch.device) -> f
         _wait(device)
         seconds.append(time.perf_counter() - begin)
         print(f"warm-up pass {len(seconds)}: {seconds[-1]:.3f} s", flush=True)
-        if len(seconds) == 1 and device.type == "cuda":
+        if len(seconds) == 1 and device.type == "cuda" and not contestant.records:
             torch.cuda.reset_peak_memory_stats(device)
     return first_loss
 

@@ -63,8 +63,9 @@ def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torc
         loss_sum, _ = run_step(parts, [(i, batch)], batch.counts.labels, rt.world)
         return loss_sum / batch.counts.labels
 
-    passes = 3 if parts.recorders is None else graphs.TIMES + 2  # each batch may have a shape of its own
-    return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad], passes)
+    records = parts.recorders is not None
+    passes = graphs.TIMES + 2 if records else 3  # each batch may have a shape of its own
+    return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad], passes, records)
 
 
 def form(draw: Draw, config: Config) -> Batch:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from stretto.ops.dropout import dropout_ref, keeps, row_words
 from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.sums import launch_sums
 
 KINDS = ("gelu", "gelu_tanh", "relu", "swiglu")
 
@@ -70,7 +71,7 @@ def activate_backward_ref(
         else:
             dx = torch.ops.aten.gelu_backward(dy, y, approximate=_approximation(kind))
     h = activate_ref(kept, bias, kind, p, key) if want_h else kept.new_empty(0)
-    dbias = dx.sum(0) if want_dbias else dx.new_empty(0)
+    dbias = dx.sum(0).to(_dbias_dtype(kept, bias)) if want_dbias else dx.new_empty(0)
     return dx.to(kept.dtype).contiguous(), h, dbias
 
 
@@ -296,6 +297,7 @@ def launch_activate_backward(
     if want_dbias:  # few programs with many rows each; otherwise as many as there are blocks
         groups = min(groups, cdiv(6 * num_processors(dh.device), max(column_blocks, 1)))
     sums = kept.new_empty((groups, kept.shape[1]) if want_dbias else 0, dtype=wide_dtype(kept.dtype))
+    dbias = kept.new_empty(kept.shape[1] if want_dbias else 0, dtype=_dbias_dtype(kept, bias))
     if dh.numel():
         _activate_backward_kernel[(groups, column_blocks)](
             dh,
@@ -318,7 +320,13 @@ def launch_activate_backward(
             BLOCK_R=block_r,
             BLOCK_C=block_c,
         )
-    return dx, h, sums.sum(0) if want_dbias else sums
+    if want_dbias:
+        launch_sums(sums[:, None], [dbias])
+    return dx, h, dbias
+
+
+def _dbias_dtype(kept: Tensor, bias: Tensor | None) -> torch.dtype:
+    return wide_dtype(kept.dtype) if bias is None else bias.dtype
 
 
 @torch.library.custom_op("stretto::activate", mutates_args=(), device_types="cpu")
@@ -345,8 +353,8 @@ def _activate_backward(
     want_h: bool,
     want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx; h, if wanted; the column sums of dx, wide, if wanted. `kept` is x, or h for relu, which has no use for the
-    bias and never wants h."""
+    """dx; h, if wanted; the column sums of dx, in the dtype of the bias, if wanted. `kept` is x, or h for relu, which
+    has no other use for the bias and never wants h."""
     backward = launch_activate_backward if INTERPRET else activate_backward_ref
     return backward(dh, kept, bias, kind, p, key, want_h, want_dbias)
 
@@ -368,7 +376,7 @@ def _(
     return (
         kept.new_empty(kept.shape),
         kept.new_empty(dh.shape if want_h else 0),
-        kept.new_empty(kept.shape[1] if want_dbias else 0, dtype=wide_dtype(kept.dtype)),
+        kept.new_empty(kept.shape[1] if want_dbias else 0, dtype=_dbias_dtype(kept, bias)),
     )
 
 
@@ -381,7 +389,7 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     kept, bias, key = ctx.saved_tensors
     want_dbias = ctx.needs_input_grad[1]
     dx, _, dbias = _activate_backward(dh, kept, bias, ctx.kind, ctx.p, key, False, want_dbias)
-    return dx, dbias.to(bias.dtype) if want_dbias else None, None, None, None
+    return dx, dbias if want_dbias else None, None, None, None
 
 
 _activate.register_autograd(_backward, setup_context=_save)

@@ -42,9 +42,9 @@ from stretto.ops.language import (
     product_dtype,
     tl,
     wide,
-    wide_dtype,
 )
 from stretto.ops.linear import linear_gradients
+from stretto.ops.sums import launch_sums
 
 ROTATED = 2  # parts, the first ones: queries and keys
 
@@ -189,10 +189,10 @@ def launch_turn(
     sin: Tensor | None,
     sign: float,
     num_rotated: int,
-    sums: bool,
-) -> Tensor:
-    """Writes up to three parts [T, heads, D] side by side to `out`, the first `num_rotated` of them turned. The sums
-    over rows, [W], are empty if they are not wanted."""
+    total: Tensor | None,
+) -> None:
+    """Writes up to three parts [T, heads, D] side by side to `out`, the first `num_rotated` of them turned, and the
+    sums over its rows, [W], to `total`."""
     rows, _, size = parts[0].shape
     counts = [part.shape[1] for part in parts] + [0] * (3 - len(parts))
     block = next_power_of_2(cdiv(size, 2))
@@ -201,9 +201,9 @@ def launch_turn(
     groups = sum(cdiv(count, group) for count in counts)
     # With sums as many programs as a GPU holds at once, so that there are few sums to add up; each of them reads two
     # tiles ahead. Otherwise a program for each tile, as far as a grid reaches.
-    most = cdiv(4 * num_processors(out.device), groups) if sums else 65535
+    most = cdiv(4 * num_processors(out.device), groups) if total is not None else 65535
     programs = min(cdiv(rows, tile), most)
-    partial = out.new_empty(programs, sum(counts) * size, dtype=torch.float32) if sums else None
+    partial = None if total is None else out.new_empty(programs, 1, sum(counts) * size, dtype=torch.float32)
     if out.numel():
         cos, sin = (None if t is None else t.contiguous() for t in (cos, sin))
         present = [dense_rows(part) for part in parts]
@@ -211,24 +211,31 @@ def launch_turn(
         _turn_kernel[(groups, programs)](
             *present, out, cos, sin, partial, rows, out.stride(0),
             *(stride for part in present for stride in part.stride()[:2]),
-            *counts, size, sign, num_rotated, ROWS=tile, GROUP=group, BLOCK=block, STAGES=3 if sums else 1,
+            *counts, size, sign, num_rotated, ROWS=tile, GROUP=group, BLOCK=block, STAGES=1 if total is None else 3,
         )  # fmt: skip
-    return out.new_empty(0, dtype=torch.float32) if partial is None else partial.sum(0)
+    if partial is not None and total is not None:
+        launch_sums(partial, [total])
 
 
 def launch_merge_heads(
-    parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: bool
+    parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    rows, _, size = parts[0].shape
-    merged = parts[0].new_empty(rows, sum(part.shape[1] for part in parts) * size)
-    totals, column = [], 0
+    merged, total = _new_merged(parts, sums)
+    column = 0
     for i in range(0, len(parts), 3):
         some = parts[i : i + 3]
-        width = sum(part.shape[1] for part in some) * size
+        here = slice(column, column + sum(part.shape[1] for part in some) * parts[0].shape[2])
         num_rotated = ROTATED if cos is not None and i == 0 else 0
-        totals.append(launch_turn(some, merged[:, column : column + width], cos, sin, -1.0, num_rotated, sums))
-        column += width
-    return merged, totals[0] if len(totals) == 1 else torch.cat(totals)
+        launch_turn(some, merged[:, here], cos, sin, -1.0, num_rotated, None if sums is None else total[here])
+        column = here.stop
+    return merged, total
+
+
+def _new_merged(parts: list[Tensor], sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """[T, W]; and for the sums over rows [W], or nothing."""
+    width = sum(part.shape[1] for part in parts) * parts[0].shape[2]
+    total = parts[0].new_empty(0 if sums is None else width, dtype=sums or torch.float32)
+    return parts[0].new_empty(parts[0].shape[0], width), total
 
 
 @torch.library.custom_op("stretto::project_heads", mutates_args=())
@@ -241,7 +248,7 @@ def _project(
     if cos is not None and sin is not None:
         heads = out[:, : rotated * size].unflatten(1, (rotated, size))
         if x.is_cuda or INTERPRET:
-            launch_turn([heads], out, cos, sin, 1.0, 1, False)
+            launch_turn([heads], out, cos, sin, 1.0, 1, None)
         else:
             heads.copy_(rotate_ref(heads, cos, sin))
     return out
@@ -253,21 +260,22 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
 
 
 @torch.library.custom_op("stretto::merge_heads", mutates_args=(), device_types="cpu")
-def _merge(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: bool) -> tuple[Tensor, Tensor]:
+def _merge(
+    parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """`sums`: the dtype of the sums over rows, if they are wanted."""
     if INTERPRET:
         return launch_merge_heads(parts, cos, sin, sums)
     merged, total = merge_heads_ref(parts, cos, sin)
-    return merged, total if sums else total.new_empty(0)
+    return merged, total.new_empty(0, dtype=torch.float32) if sums is None else total.to(sums)
 
 
 _merge.register_kernel("cuda")(launch_merge_heads)
 
 
 @_merge.register_fake
-def _(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: bool) -> tuple[Tensor, Tensor]:
-    width = sum(part.shape[1] for part in parts) * parts[0].shape[2]
-    total = parts[0].new_empty(width if sums else 0, dtype=wide_dtype(parts[0].dtype))
-    return parts[0].new_empty(parts[0].shape[0], width), total
+def _(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return _new_merged(parts, sums)
 
 
 class _ProjectHeads(torch.autograd.Function):
@@ -295,9 +303,8 @@ class _ProjectHeads(torch.autograd.Function):
     def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cos, sin = ctx.saved_tensors
         need_bias = ctx.needs_input_grad[2]
-        dout, sums = _merge(list(dparts), cos, sin, need_bias)
-        gradients = linear_gradients(dout, x, weight)
-        return *gradients, sums.to(ctx.bias_dtype) if need_bias else None, None, None, None
+        dout, dbias = _merge(list(dparts), cos, sin, ctx.bias_dtype if need_bias else None)
+        return *linear_gradients(dout, x, weight), dbias if need_bias else None, None, None, None
 
 
 def project_heads(

@@ -119,7 +119,7 @@ def _mlp_backward(
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, up_weight, up_bias, down_weight, down_bias: those that are `needed`, in this order, and empty
-    tensors for the others. Those of the biases are wide."""
+    tensors for the others. Those of the biases: up_bias in its own dtype, down_bias wide."""
     need_x, need_up_weight, need_up_bias, need_down_weight, need_down_bias = needed
     dx, dup_weight, ddown_weight = (x.new_empty(0) for _ in range(3))
     dup_bias, ddown_bias = (x.new_empty(0, dtype=wide_dtype(x.dtype)) for _ in range(2))
@@ -173,7 +173,7 @@ def _(
     return (
         x.new_empty(x.shape if need_x else 0),
         x.new_empty(up_weight.shape if need_up_weight else 0),
-        x.new_empty(up_weight.shape[0] if need_up_bias else 0, dtype=wide),
+        x.new_empty(up_weight.shape[0] if need_up_bias else 0, dtype=wide if up_bias is None else up_bias.dtype),
         x.new_empty(down_weight.shape if need_down_weight else 0),
         x.new_empty(down_weight.shape[0] if need_down_bias else 0, dtype=wide),
     )

@@ -36,7 +36,8 @@ import torch
 from torch import Tensor
 
 from stretto.ops.dropout import dropout_ref, keeps, row_words
-from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.language import INTERPRET, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.sums import launch_sums
 
 MAX_WIDTH = 16384  # a row, and in backward three sums as wide, must fit into the registers of one program
 
@@ -234,30 +235,6 @@ def _norm_backward_kernel(
         tl.store(sums_ptr + (DWEIGHT + DNORM_BIAS) * cols, dbranch_bias, mask=inside)
 
 
-@jit
-def _sum_kernel(
-    sums_ptr,  # [programs, the sums asked for, cols]
-    first_ptr,
-    second_ptr,
-    third_ptr,
-    programs,
-    cols,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    row = tl.arange(0, ROWS)[:, None]
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    which = tl.program_id(1)
-    at = (row * tl.num_programs(1) + which).to(tl.int64) * cols + col
-    total = tl.sum(tl.load(sums_ptr + at, mask=(row < programs) & (col < cols), other=0.0), 0)
-    if which == 0:
-        tl.store(first_ptr + col, total.to(first_ptr.dtype.element_ty), mask=col < cols)
-    elif which == 1:
-        tl.store(second_ptr + col, total.to(second_ptr.dtype.element_ty), mask=col < cols)
-    else:
-        tl.store(third_ptr + col, total.to(third_ptr.dtype.element_ty), mask=col < cols)
-
-
 def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y, stream, stats. Without a branch the residual is the stream; an op may not return it, so `stream` is empty."""
     rows, cols = residual.shape
@@ -357,18 +334,7 @@ def launch_norm_backward(
         POST=post and dy is not None and dstream is not None,
         num_warps=num_warps,
     )
-    if sums:  # 512 threads with 32 partial sums each, in columns of at least 64 bytes
-        lines = next_power_of_2(programs)
-        columns = min(block, max(16, 16384 // lines))
-        _sum_kernel[(cdiv(cols, columns), len(sums))](
-            partial,
-            *(sums[min(i, len(sums) - 1)] for i in range(3)),
-            programs,
-            cols,
-            ROWS=lines,
-            COLS=columns,
-            num_warps=16,
-        )
+    launch_sums(partial, sums)
     return inputs + sums
 
 

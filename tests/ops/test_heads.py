@@ -110,11 +110,11 @@ def test_gradients_may_have_any_strides(rotary: bool) -> None:
     ]
     for layout in layouts:
         with poisoned_memory():
-            merged, sums = family._merge(layout, *turn, True)
+            merged, sums = family._merge(layout, *turn, torch.float32)
         torch.testing.assert_close(merged, expected[0], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(sums, expected[1], rtol=1e-5, atol=1e-5)
     ones = [torch.ones((), device=DEVICE).expand(rows, count, size) for count in parts]
-    merged, sums = family._merge(ones, None, None, True)
+    merged, sums = family._merge(ones, None, None, torch.float32)
     assert torch.equal(merged, torch.ones(rows, 64, device=DEVICE))
     assert torch.equal(sums, torch.full((64,), 6.0, device=DEVICE))
 
@@ -165,13 +165,13 @@ def test_frozen_tensors_get_no_gradient(trained: tuple[int, ...]) -> None:
 
 
 def test_sums_are_made_for_a_trained_bias_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    asked: list[torch.dtype | None] = []
     true = family._merge
     monkeypatch.setattr(family, "_merge", lambda *args: asked.append(args[-1]) or true(*args))
     fused, _, (x, weight, bias) = build_case((2, 2, 2))
     for given in (bias, bias.clone().requires_grad_()):
         fused(x.requires_grad_(), weight, given)[0].sum().backward()
-    assert asked == [False, True]
+    assert asked == [None, torch.float32]
 
 
 def test_recomputed() -> None:
@@ -222,8 +222,8 @@ def test_ops() -> None:
     assert_op(family._project, (rand(5, 12), rand(32, 12), rand(32), 8, 3, cos, sin))
     assert_op(family._project, (rand(12, 5).t(), rand(12, 32).t(), None, 8, 3, None, None))
     parts = [rand(2, 5, 8).transpose(0, 1), rand(5, 1, 8), rand(5, 1, 8)]
-    assert_op(family._merge, (parts, cos, sin, True))
-    assert_op(family._merge, (parts, None, None, False))
+    assert_op(family._merge, (parts, cos, sin, torch.float32))
+    assert_op(family._merge, (parts, None, None, None))
 
 
 @traces_function
@@ -288,7 +288,7 @@ def test_a_whole_batch(parts: Parts, size: int, rotary: bool) -> None:
     rows = 16384
     turn = angles(rows, size) if rotary else (None, None)
     whole = [rand(rows, count, size, seed=i, dtype=torch.bfloat16) for i, count in enumerate(parts)]
-    merged, sums = family._merge([p.transpose(0, 1).contiguous().transpose(0, 1) for p in whole], *turn, True)
+    merged, sums = family._merge([p.transpose(0, 1).contiguous().transpose(0, 1) for p in whole], *turn, torch.float32)
     exact = merge_heads_ref([part.double() for part in whole], *turn)
     assert error(merged, exact[0]) < torch.finfo(torch.bfloat16).eps / 2
     assert error(sums, exact[1]) < 1e-5
@@ -301,7 +301,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     rows, parts, size = 2**20 - 5, (16, 8, 8), 64
     whole = [torch.ones(rows, count, size, dtype=torch.bfloat16, device=DEVICE) for count in parts]
     whole[2][-1] = 3
-    merged, sums = family._merge([*whole, whole[0][:, :4]], None, None, True)
+    merged, sums = family._merge([*whole, whole[0][:, :4]], None, None, torch.float32)
     assert torch.equal(merged[-1, 24 * 64 : 32 * 64].float(), torch.full((512,), 3.0, device=DEVICE))
     assert torch.equal(merged[-1, 32 * 64 :].float(), torch.ones(256, device=DEVICE))
     assert float(merged.float().sum(0, dtype=torch.float64)[0]) == float(sums[0]) == rows
