@@ -46,8 +46,8 @@ def to_bucket(batch: Batch) -> Batch:
     )
 
 
-def round_to_bucket(count: int) -> int:
-    step = max(2 ** (max(count, 1).bit_length() - 1) // PARTS, LEAST)
+def round_to_bucket(count: int, parts: int = PARTS) -> int:
+    step = max(2 ** (max(count, 1).bit_length() - 1) // parts, LEAST)
     return max(-(-count // step) * step, LEAST)
 
 

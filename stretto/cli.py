@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -73,6 +73,24 @@ def report(run: Run) -> None:
     from stretto.runtime import choose_device
 
     typer.echo(write_report(run, choose_device()))
+
+
+@app.command()
+def export(
+    run: Run,
+    folder: Annotated[Path, typer.Argument(help="where to: a new folder, or an empty one")],
+    to: Annotated[Literal["hf"], typer.Option("--to", help="hf: what `from_pretrained` of transformers loads")] = "hf",
+    step: Annotated[int | None, typer.Option(min=1, help="of this checkpoint; without it, of the best one")] = None,
+) -> None:
+    """Write a trained run as a Hugging Face folder, tokenizer included."""
+    import torch
+
+    from stretto.hf.folder import write_folder
+    from stretto.trained import load_trained
+
+    trained = load_trained(run, torch.device("cpu"), step)
+    write_folder(folder, trained.model, trained.tokenizer, trained.labels)
+    typer.echo(f"{folder}: step {trained.step} of {run}")
 
 
 @app.command()

@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stretto.errors import ConfigError
+from stretto.families import CHOICES, read_model
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class DataConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     preset: str = ""  # a name from PRESETS; the other keys of this section then override it
+    # A Hugging Face folder to start from: its weights, its sizes, and its tokenizer unless data.tokenizer is given.
+    init: str = ""
     kind: Literal["decoder", "encoder", "encoder-decoder", "vit"] = "decoder"
     layers: int = 4  # of the encoder, or of the only stack
     decoder_layers: int = 0  # encoder-decoder only; 0: as many as `layers`
@@ -290,6 +293,9 @@ def build_config(tree: Mapping[str, Any]) -> Config:
             raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}")
         if not isinstance(section, Mapping):
             raise ConfigError(f"{name} must be a section: write [{name}] and its keys below")
+    data, init = tree.get("data", {}), tree.get("model", {}).get("init")
+    if init and data.get("task") != "images":
+        tree = {**tree, "data": {"tokenizer": init, **data}}
     return Config(**{name: _build_section(name, sections[name], tree.get(name, {})) for name in sections})
 
 
@@ -317,7 +323,29 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ConfigError(f"model.preset = {preset!r} is not a preset{_nearest(str(preset), PRESETS)}")
         values = PRESETS[preset] | dict(values)
+    # Whoever says everything, as the config.toml of a run does, needs no folder any more.
+    if name == "model" and values.get("init") and known.keys() - values.keys():
+        values = _start_from(_convert("model.init", str, values["init"]), values)
     return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in values.items()})
+
+
+def _start_from(init: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes of the folder, and what the recipe may choose besides."""
+    found = read_model(Path(init))
+    # Another number of classes means another head; without a table, texts may be longer than those it was trained on.
+    free = {*CHOICES, "classes"} | ({"max_len"} if found.get("positions") != "learned" else set())
+    left_open = {key for key in ("vocab", "kv_heads", "mlp_width", "decoder_layers") if said.get(key) == 0}
+    for key in sorted(found.keys() & said.keys() - free - left_open):
+        if found[key] != said[key]:
+            preset = PRESETS.get(said.get("preset", ""), {})
+            source = f"model.preset = {said['preset']!r}" if preset.get(key) == said[key] else "the recipe"
+            raise ConfigError(
+                f"model.init = {init!r} has model.{key} = {found[key]!r}, but {source} says {said[key]!r}:"
+                " leave out one of them"
+            )
+    if found["kind"] == "encoder":
+        found.pop("classes", None)  # a text classifier's; its encoder is what training can start from
+    return found | {key: value for key, value in said.items() if key not in found or key in free}
 
 
 def _convert(key: str, kind: Any, value: Any) -> Any:

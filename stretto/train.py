@@ -20,6 +20,7 @@ from stretto.errors import CheckpointError, ConfigError, Preempted
 from stretto.evaluate import evaluate
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.guard import Guard
+from stretto.hf.folder import load_weights
 from stretto.model import build_model, sites
 from stretto.optim import build_optimizer, learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
@@ -61,11 +62,12 @@ def train(config: Config, resume: bool = False) -> Path:
         run = Run(config, data, build(config, rt), rt)
         if resume:
             load_latest(run)
+        origin = start_from_folder(run) if config.model.init and run.step == 0 else []
         report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
         if rt.is_main:
             save_run(folder, config, data.labels)
         notes = _explain_graphs(config, rt, run.parts.precision)
-        report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe(), *notes)
+        report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe(), *origin, *notes)
         run_loop(run, report)
         if rt.is_main:
             report.say(f"report: {write_report(folder, rt.device)}")
@@ -202,12 +204,18 @@ def load_latest(run: Run) -> None:
     run.best_step = shot.state["best_step"]
 
 
+def start_from_folder(run: Run) -> list[str]:
+    """The weights of the Hugging Face folder `model.init` take the place of the first ones; says what came from it."""
+    cfg = run.config.model
+    return load_weights(Path(cfg.init), run.parts.plain, cfg, weight_writer(run.parts.optimizer))
+
+
 def _identity(run: Run) -> dict[str, Any]:
     """What must be equal for a resumed run to be the same run; the step then says all else (data position, learning
     rate, random numbers). Lengths, intervals, places and the number of processes may change."""
     config, places = run.config, {"train", "eval", "test", "cache", "tokenizer"}
     return {
-        "model": asdict(config.model),
+        "model": {key: value for key, value in asdict(config.model).items() if key != "init"},
         "optim": asdict(config.optim),
         "data": {key: value for key, value in asdict(config.data).items() if key not in places},
         "run": {"seed": config.run.seed},
@@ -300,8 +308,12 @@ def _prepare_folder(folder: Path, resume: bool) -> None:
 def _open_data(config: Config, folder: Path, rt: Runtime) -> Data:
     """The main process first: it may have to tokenise, and the others then find its files."""
 
+    cfg = config.data
+    if config.model.init and cfg.tokenizer == config.model.init and checkpoint.steps(folder / "checkpoints"):
+        cfg = replace(cfg, tokenizer=str(folder / "data"))  # a run that has begun has all it needs of the other folder
+
     def open_it() -> Data:
-        return open_data(config.data, seed=config.run.seed, folder=folder / "data", image_size=config.model.image_size)
+        return open_data(cfg, seed=config.run.seed, folder=folder / "data", image_size=config.model.image_size)
 
     data = open_it() if rt.is_main else None
     rt.barrier()

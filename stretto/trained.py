@@ -18,7 +18,7 @@ from stretto.model import Model, build_model
 @dataclass(frozen=True)
 class Trained:
     config: Config
-    model: Model  # in evaluation mode, with the best weights there are
+    model: Model  # in evaluation mode, with the best weights there are, unless a step was asked for
     step: int  # where these weights are from
     tokenizer: Tokenizer | None
     labels: tuple[str, ...]
@@ -37,13 +37,24 @@ def load_run_config(folder: Path) -> Config:
     return load_config(folder / "config.toml")
 
 
-def load_trained(folder: Path, device: torch.device) -> Trained:
+def load_trained(folder: Path, device: torch.device, step: int | None = None) -> Trained:
     config = load_run_config(folder)
-    step = checkpoint.find_best(folder / "checkpoints")
-    if step is None:
-        raise CheckpointError(f"{folder} has no checkpoint that can be used")
+    step = _find_step(folder / "checkpoints", step)
     model = build_model(config.model).to_empty(device=device).eval()
     checkpoint.restore_weights(model, checkpoint.load(folder / "checkpoints", step, moments=False))
     tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
     labels = tuple(json.loads((folder / "labels.json").read_text(encoding="utf-8")))
     return Trained(config, model, step, tokenizer, labels, device)
+
+
+def _find_step(checkpoints: Path, wanted: int | None) -> int:
+    if wanted is None:
+        best = checkpoint.find_best(checkpoints)
+        if best is None:
+            raise CheckpointError(f"{checkpoints.parent} has no checkpoint that can be used")
+        return best
+    damage = checkpoint.find_damage(checkpoints / f"step-{wanted:08d}")
+    if damage is not None:
+        known = ", ".join(map(str, checkpoint.steps(checkpoints))) or "none"
+        raise CheckpointError(f"step {wanted} of {checkpoints.parent} cannot be used ({damage}); it has: {known}")
+    return wanted

@@ -21,7 +21,7 @@ HEAVY = ("torch", "numpy", "transformers", "tokenizers", "matplotlib", "tensorbo
 def test_help_and_recipes_import_nothing_heavy() -> None:
     code = (
         "import sys, stretto, stretto.cli as cli; from typer.testing import CliRunner\n"
-        "for arguments in (['--help'], ['train', '--help'], ['recipes']):\n"
+        "for arguments in (['--help'], ['train', '--help'], ['export', '--help'], ['recipes']):\n"
         "    assert CliRunner().invoke(cli.app, arguments).exit_code == 0\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
@@ -48,6 +48,9 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["eval", "no-run"], 5, "no-run"),
         (["generate", "no-run"], 5, "no-run"),
         (["report", "no-run"], 5, "no-run"),
+        (["export", "no-run", "out"], 5, "no-run"),
+        (["export", "no-run", "out", "--to", "onnx"], 2, "--to"),
+        (["train", "demo", "--set", "model.init=/no/such/model"], 3, "/no/such/model"),
         (["train"], 2, "recipe"),
         (["eval", "no-run", "--beam", "0"], 2, "--beam"),
         (["generate", "no-run", "--top-k", "-1"], 2, "--top-k"),
@@ -108,6 +111,23 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     ]
     assert list(losses[0]) == [1, *range(5, 301, 5)] and stopped < 300
     assert losses[0] == losses[1], "bit for bit, in new processes"
+
+
+def test_a_run_is_exported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [f"data.train={write_corpus(tmp_path / 'text')}", f"run.dir={tmp_path / 'run'}", "run.device=cpu"]
+    sets += ["model.layers=1", "model.positions=learned", "data.seq_len=32", "train.steps=4", "checkpoint.every=2"]
+    assert exit_code(monkeypatch, "train", "demo", *(part for key in sets for part in ("--set", key))) == 0
+    export = ("export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "out"))
+    assert exit_code(monkeypatch, *export, "--step", "2") == 0
+    assert f"{tmp_path / 'out'}: step 2 of" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert exit_code(monkeypatch, *export) == 5
+    assert "not an empty folder" in capsys.readouterr().err
+    assert exit_code(monkeypatch, *export, "--step", "3") == 5
+    assert "step 3" in capsys.readouterr().err
 
 
 def test_translation_files_of_unequal_length_are_named(

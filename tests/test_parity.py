@@ -105,7 +105,7 @@ def llama(tied: bool) -> Case:
     theirs = hf.LlamaForCausalLM(
         hf.LlamaConfig(
             num_hidden_layers=2, hidden_size=36, num_attention_heads=6, num_key_value_heads=2, intermediate_size=50,
-            vocab_size=VOCAB, rms_norm_eps=EPS, rope_parameters={"rope_type": "default", "rope_theta": 700.0},
+            vocab_size=VOCAB, rms_norm_eps=EPS, rope_theta=700.0,
             tie_word_embeddings=tied, **COMMON,
         )
     )  # fmt: skip

@@ -188,6 +188,11 @@ def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str,
     if name != "bpe":
         if not Path(name).exists():
             raise DataError(f'data.tokenizer = {name!r} is neither "bytes" nor "bpe" nor an existing tokenizer.json')
+        if Path(name).is_dir() and not (Path(name) / "tokenizer.json").exists():
+            raise DataError(
+                f"data.tokenizer = {name!r} has no tokenizer.json: write one with save_pretrained of a fast tokenizer"
+                " of transformers, or set data.tokenizer (by default it is model.init, where that is given)"
+            )
         return load_tokenizer(Path(name))
     key = hashlib.sha256(f"{identity} {vocab}".encode()).hexdigest()[:16]
     path = store / f"bpe-{key}.json"

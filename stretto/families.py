@@ -1,0 +1,246 @@
+"""The Hugging Face models that Stretto can be, and where their config.json says what our [model] section says.
+
+One `Family` serves both directions: `read_model` fills in a recipe from the folder that `model.init` names, and the
+export in hf/ writes a config.json by the same keys. Only the standard library is imported here, as in config.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import ConfigError
+
+# Theirs to ours; of two names for one function, the one that is written comes last.
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu"}
+CHOICES = ("dropout", "attention_dropout", "activation_dropout", "label_smoothing")  # of training, not of the model
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str  # the class that has our head
+    keys: Mapping[str, tuple[str, ...]]  # our key -> theirs, which must all say the same
+    fixed: Mapping[str, Any]  # our keys that make a model one of this family
+    demands: Mapping[str, Any]  # options that only they have, and the value we can do: the default of their class
+    defaults: Mapping[str, Any]  # what a config.json means that does not say
+    classifier: str = ""  # the class with a classification head
+
+
+_PLAIN = {"norm": "layernorm", "bias": True, "embed_scale": False, "embed_norm": False}
+_TRANSLATION = {
+    "layers": ("encoder_layers",), "decoder_layers": ("decoder_layers",), "width": ("d_model",),
+    "heads": ("encoder_attention_heads", "decoder_attention_heads"), "vocab": ("vocab_size",),
+    "mlp_width": ("encoder_ffn_dim", "decoder_ffn_dim"), "max_len": ("max_position_embeddings",),
+    "activation": ("activation_function",), "embed_scale": ("scale_embedding",), "dropout": ("dropout",),
+    "attention_dropout": ("attention_dropout",), "activation_dropout": ("activation_dropout",),
+}  # fmt: skip
+_ENCODER = {
+    "layers": ("num_hidden_layers",), "width": ("hidden_size",), "heads": ("num_attention_heads",),
+    "mlp_width": ("intermediate_size",), "norm_eps": ("layer_norm_eps",), "activation": ("hidden_act",),
+    "dropout": ("hidden_dropout_prob",), "attention_dropout": ("attention_probs_dropout_prob",),
+}  # fmt: skip
+_DROPOUT = {"dropout": 0.1, "attention_dropout": 0.0, "activation_dropout": 0.0}
+
+FAMILIES: dict[str, Family] = {  # by the model_type of config.json
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        keys={
+            "layers": ("n_layer",), "width": ("n_embd",), "heads": ("n_head",), "mlp_width": ("n_inner",),
+            "vocab": ("vocab_size",), "max_len": ("n_positions",), "norm_eps": ("layer_norm_epsilon",),
+            "activation": ("activation_function",), "tied": ("tie_word_embeddings",),
+            "dropout": ("resid_pdrop", "embd_pdrop"), "attention_dropout": ("attn_pdrop",),
+        },
+        fixed=_PLAIN | {"kind": "decoder", "norm_order": "pre", "positions": "learned", "token_types": 0},
+        demands={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        defaults={
+            "n_inner": None, "tie_word_embeddings": True, "activation_function": "gelu_new", "resid_pdrop": 0.1,
+            "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5,
+        },
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        keys={
+            "layers": ("num_hidden_layers",), "width": ("hidden_size",), "heads": ("num_attention_heads",),
+            "kv_heads": ("num_key_value_heads",), "mlp_width": ("intermediate_size",), "vocab": ("vocab_size",),
+            "max_len": ("max_position_embeddings",), "norm_eps": ("rms_norm_eps",), "rope_theta": ("rope_theta",),
+            "tied": ("tie_word_embeddings",), "bias": ("attention_bias", "mlp_bias"),
+            "attention_dropout": ("attention_dropout",),
+        },
+        fixed={
+            "kind": "decoder", "norm": "rmsnorm", "norm_order": "pre", "positions": "rotary", "activation": "swiglu",
+            "embed_scale": False, "embed_norm": False, "token_types": 0,
+        },
+        demands={"hidden_act": "silu"},
+        defaults={
+            "num_key_value_heads": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_bias": False,
+            "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
+        },
+    ),
+    "bert": Family(
+        "BertForMaskedLM",
+        keys=_ENCODER
+        | {"vocab": ("vocab_size",), "max_len": ("max_position_embeddings",), "token_types": ("type_vocab_size",)},
+        fixed=_PLAIN
+        | {"kind": "encoder", "norm_order": "post", "positions": "learned", "embed_norm": True, "tied": True},
+        demands={
+            "is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute",
+            "tie_word_embeddings": True,
+        },
+        defaults={
+            "layer_norm_eps": 1e-12, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "type_vocab_size": 2,
+            "attention_probs_dropout_prob": 0.1,
+        },
+        classifier="BertForSequenceClassification",
+    ),
+    "marian": Family(
+        "MarianMTModel",
+        keys=_TRANSLATION | {"vocab": ("vocab_size", "decoder_vocab_size")},
+        fixed=_PLAIN
+        | {
+            "kind": "encoder-decoder", "norm_order": "post", "norm_eps": 1e-5, "positions": "sinusoidal",
+            "token_types": 0, "tied": True,
+        },
+        demands={"share_encoder_decoder_embeddings": True, "tie_word_embeddings": True},
+        defaults={"scale_embedding": False, "activation_function": "gelu"} | _DROPOUT,
+    ),
+    "bart": Family(
+        "BartForConditionalGeneration",
+        keys=_TRANSLATION,
+        fixed=_PLAIN
+        | {
+            "kind": "encoder-decoder", "norm_order": "post", "norm_eps": 1e-5, "positions": "learned",
+            "embed_norm": True, "token_types": 0, "tied": True,
+        },
+        demands={"tie_word_embeddings": True, "normalize_before": False},
+        defaults={"scale_embedding": False, "activation_function": "gelu"} | _DROPOUT,
+    ),
+    "vit": Family(
+        "ViTForImageClassification",
+        keys=_ENCODER | {"image_size": ("image_size",), "patch": ("patch_size",), "channels": ("num_channels",)},
+        fixed={"kind": "vit", "norm": "layernorm", "norm_order": "pre", "bias": True, "positions": "learned"},
+        demands={"qkv_bias": True},
+        defaults={
+            "layer_norm_eps": 1e-12, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "num_channels": 3,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        classifier="ViTForImageClassification",
+    ),
+}  # fmt: skip
+
+
+def read_family(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The model_type of a Hugging Face folder, and its config.json."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"model.init: cannot read {path}: {error.strerror}. It must be a folder that `save_pretrained` wrote;"
+            " a run that has begun no longer needs it: go on with `stretto train RUN/config.toml --resume`"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model.init: {path} is not JSON: {error}") from error
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind not in FAMILIES:
+        raise ConfigError(f"model.init: {path} has model_type {kind!r}; Stretto can be one of {', '.join(FAMILIES)}")
+    return kind, config
+
+
+def read_model(folder: Path) -> dict[str, Any]:
+    """The keys of our [model] section that make the same model; a `ConfigError` says what has no counterpart."""
+    kind, config = read_family(folder)
+    family, where = FAMILIES[kind], f"model.init: {folder / 'config.json'}"
+    config = dict(family.defaults) | (_unwrap_rope(where, config) if kind == "llama" else config)
+    for key, value in family.demands.items():
+        if config.get(key, value) != value:
+            raise ConfigError(f"{where} has {key} = {config[key]!r}; Stretto's {kind} can only do {value!r}")
+    found = dict(family.fixed) | {key: _read(where, config, key, names) for key, names in family.keys.items()}
+    if "activation" in family.keys:
+        found["activation"] = _read_activation(where, found["activation"])
+    found["mlp_width"] = found["mlp_width"] or 4 * found["width"]
+    if kind == "llama":
+        found["kv_heads"] = found["kv_heads"] or found["heads"]
+        if (config.get("head_dim") or found["width"] / found["heads"]) * found["heads"] != found["width"]:
+            raise ConfigError(f"{where} has head_dim = {config['head_dim']}; Stretto's is width / heads")
+    if family.classifier in (config.get("architectures") or ()):
+        found["classes"] = len(config.get("id2label") or ()) or config.get("num_labels") or 2
+    return found
+
+
+def _read(where: str, config: Mapping[str, Any], key: str, names: tuple[str, ...]) -> Any:
+    if names[0] not in config:
+        raise ConfigError(f"{where} has no {names[0]}")
+    said = {name: config[name] for name in names if config.get(name) is not None}
+    if len(set(said.values())) > 1 and key not in CHOICES:
+        raise ConfigError(f"{where} has {_list(said)}; Stretto has one model.{key} for both")
+    return next(iter(said.values()), None)
+
+
+def _read_activation(where: str, name: Any) -> str:
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{where} has the activation {name!r}; Stretto has {', '.join(ACTIVATIONS)} here")
+    return ACTIVATIONS[name]
+
+
+def _unwrap_rope(where: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5 puts rope_theta into rope_parameters; 4 has it outside, and rope_scaling for everything else."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{where} scales its rotary positions ({_list(rope)}); Stretto has plain ones only")
+    return dict(config) | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+
+
+def describe_size(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Our [model] section with what 0 stands for."""
+    return dict(model) | {
+        "mlp_width": model["mlp_width"] or 4 * model["width"],
+        "kv_heads": model["kv_heads"] or model["heads"],
+        "decoder_layers": model["decoder_layers"] or model["layers"],
+    }
+
+
+def choose_family(model: Mapping[str, Any]) -> str:
+    """The model_type that our [model] section describes; a `ConfigError` says which of its keys none of them has."""
+    reasons = {}
+    for kind, family in FAMILIES.items():
+        if family.fixed["kind"] != model["kind"]:
+            continue
+        wrong = [
+            f"model.{key} = {model[key]!r} where it has {value!r}"
+            for key, value in family.fixed.items()
+            if key not in family.keys and model[key] != value
+        ]
+        if "activation" in family.keys and model["activation"] not in ACTIVATIONS.values():
+            wrong.append(f"model.activation = {model['activation']!r} where it has no gate")
+        if "kv_heads" not in family.keys and (model["kv_heads"] or model["heads"]) != model["heads"]:
+            wrong.append(f"model.kv_heads = {model['kv_heads']} where it has as many as heads")
+        if "token_types" in family.keys and not model["token_types"]:
+            wrong.append("model.token_types = 0 where it has at least 1")
+        if not wrong:
+            return kind
+        reasons[family.architecture] = ", ".join(wrong)
+    differences = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise ConfigError(f"no Hugging Face model that Stretto can write is like this one ({differences})")
+
+
+def name_architecture(kind: str, classes: int) -> str:
+    family = FAMILIES[kind]
+    return family.classifier if classes and family.classifier else family.architecture
+
+
+def write_model(kind: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the configuration class of this family."""
+    family, model = FAMILIES[kind], describe_size(model)
+    theirs = {name: model[key] for key, names in family.keys.items() for name in names}
+    names = {ours: name for name, ours in ACTIVATIONS.items()}
+    for name in family.keys.get("activation", ()):
+        theirs[name] = names[model["activation"]]
+    return theirs
+
+
+def _list(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value!r}" for key, value in values.items())

@@ -1,0 +1,198 @@
+"""Hugging Face folders: config.json, safetensors and a tokenizer.
+
+Reading needs no `transformers` and runs nothing that is in the folder: pickled weights are refused, and files are
+opened by names that cannot lead out of it. Writing goes through the configuration classes of `transformers`, so that
+what they expect stays their business.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stretto.config import ModelConfig
+from stretto.data import Tokenizer
+from stretto.errors import CheckpointError, ConfigError
+from stretto.families import choose_family, name_architecture, read_family, read_model, write_model
+from stretto.hf.tokenizer import find_token, write_tokenizer
+from stretto.hf.weights import Match, check_logits_bias, match, to_ours, to_theirs
+from stretto.model import Model, build_model
+from stretto.weights import Write, initialise, put, take
+
+WEIGHTS = "model.safetensors"
+_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "pad"}
+
+
+class Tensors:
+    """The tensors of a folder, in one file or several, read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            self._files = {
+                name: file
+                for path in _find_files(folder)
+                for file in [_open(path)]
+                for name in file.keys()  # noqa: SIM118
+            }
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._files[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        value: Tensor = self._files[name].get_tensor(name)
+        if not value.is_floating_point():
+            raise CheckpointError(f"{self._folder}: {name} is {value.dtype}; quantised weights cannot be trained")
+        return value.float()
+
+
+def _open(path: Path) -> Any:
+    return safe_open(path, framework="pt")
+
+
+def _find_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    index = folder / f"{WEIGHTS}.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} is not an index of weights: {error!r}") from error
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file of this folder")
+        return [folder / name for name in names]
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    if pickled:
+        raise CheckpointError(
+            f"{folder} has its weights as a pickle ({pickled[0]}), and reading one can run any code. If you trust it,"
+            " load it with transformers and save it again with save_pretrained, which writes model.safetensors"
+        )
+    raise CheckpointError(f"{folder} has no {WEIGHTS}")
+
+
+def load_weights(folder: Path, model: nn.Module, cfg: ModelConfig, write: Write = put) -> list[str]:
+    """Writes the folder's weights into a model of the folder's sizes, and says what it did. A head that is not there,
+    or is for another number of classes, keeps the values it has."""
+    parameters = dict(model.named_parameters())
+    try:
+        tensors = Tensors(folder)
+        found = match(name_architecture(read_family(folder)[0], cfg.classes), parameters, tensors.names)
+        check_logits_bias(found, tensors.read)
+        new = [name for name in parameters if name in found.missing or _is_other_head(name, parameters, found, tensors)]
+        for name, parameter in parameters.items():
+            if name not in new:
+                write(parameter, to_ours(found, name, parameter.shape, tensors.read))
+    except CheckpointError as error:
+        raise CheckpointError(f"model.init = {str(folder)!r}: {error}") from error
+    return [
+        f"weights from {folder}",
+        *([f"not in it, so new: {', '.join(new)}"] if new else []),
+        *([f"in it, but not used: {', '.join(found.unused)}"] if found.unused else []),
+        *(_compare_pixels(folder) if cfg.kind == "vit" else []),
+    ]
+
+
+def _is_other_head(name: str, parameters: Mapping[str, Tensor], found: Match, tensors: Tensors) -> bool:
+    return name.startswith("head.") and tensors.shape(found.stored[found.places[name][0][0]]) != parameters[name].shape
+
+
+def load_model(folder: Path) -> Model:
+    """The folder's model as one of ours, on the CPU and in evaluation mode."""
+    cfg = ModelConfig(**read_model(folder))
+    model = build_model(cfg).to_empty(device="cpu").eval()
+    initialise(model, cfg, 0, put)
+    load_weights(folder, model, cfg)
+    return model
+
+
+def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels: Sequence[str] = ()) -> None:
+    """Publishes a model as a folder that `from_pretrained` loads; only images have no tokenizer."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty folder: choose another one to export to")
+    config = build_config(model.cfg, tokenizer, labels)
+    draft = target.with_name(f".new-{target.name}")
+    shutil.rmtree(draft, ignore_errors=True)  # what a crash left behind
+    try:
+        draft.mkdir(parents=True)
+        config.save_pretrained(draft)
+        weights = to_theirs(config.architectures[0], model.cfg, {k: take(v) for k, v in model.state_dict().items()})
+        save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
+        if model.cfg.kind in ("decoder", "encoder-decoder"):
+            tokens = {key: getattr(config, key) for key in (*_TOKENS, "decoder_start_token_id") if hasattr(config, key)}
+            _transformers().GenerationConfig(max_length=model.cfg.max_len, **tokens).save_pretrained(draft)
+        if tokenizer is not None:
+            write_tokenizer(draft, tokenizer, model.cfg)
+        if model.cfg.kind == "vit":
+            (draft / "preprocessor_config.json").write_text(json.dumps(_describe_pixels(model.cfg), indent=2) + "\n")
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def build_config(cfg: ModelConfig, tokenizer: Tokenizer | None, labels: Sequence[str] = ()) -> Any:
+    """The configuration of `transformers` for this model; a `ConfigError` says why there is none."""
+    kind = choose_family(asdict(cfg))
+    options = write_model(kind, asdict(cfg))
+    if tokenizer is not None:
+        options |= {key: find_token(tokenizer, role) for key, role in _TOKENS.items()}
+    if cfg.kind == "encoder-decoder":  # decoding begins with bos, and ends when the model says so
+        options |= {"decoder_start_token_id": options["bos_token_id"], "forced_eos_token_id": None}
+    if cfg.classes:
+        names = dict(enumerate([*labels, *map(str, range(len(labels), cfg.classes))]))  # a head may have more classes
+        options |= {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    config = _transformers().CONFIG_MAPPING[kind](**options)
+    config.architectures = [name_architecture(kind, cfg.classes)]
+    if kind == "llama":
+        config.rope_theta = cfg.rope_theta  # where transformers 4 looks; 5 has put it into rope_parameters
+    return config
+
+
+def _describe_pixels(cfg: ModelConfig) -> dict[str, Any]:
+    """What data/images.py does to an image, in the words of an image processor."""
+    half, bicubic = [0.5] * cfg.channels, 3
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True, "size": {"height": cfg.image_size, "width": cfg.image_size}, "resample": bicubic,
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "image_mean": half, "image_std": half,
+        "do_convert_rgb": True,
+    }  # fmt: skip
+
+
+def _compare_pixels(folder: Path) -> list[str]:
+    """A line to say if the model was trained on pixels that were normalised in another way than ours."""
+    try:
+        theirs = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        scales = {*theirs.get("image_mean", []), *theirs.get("image_std", [])}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []  # nothing is known
+    if scales - {0.5}:
+        return [f"it was trained on pixels normalised with {sorted(scales)}; here mean and deviation are 0.5"]
+    return []
+
+
+def _transformers() -> Any:
+    try:
+        return import_module("transformers")  # only here: it is large, and training needs none of it
+    except ImportError as error:
+        raise ConfigError(
+            "writing a Hugging Face folder needs transformers: pip install 'transformers>=4.57'"
+        ) from error
