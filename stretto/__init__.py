@@ -5,10 +5,28 @@
 
     train(load_config("recipe.toml", ["train.steps=100"]))
 
+or makes a Hugging Face model faster that you train yourself:
+
+    model = stretto.accelerate(model)
+
 Importing this package imports neither torch nor anything else that takes time.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from stretto.config import Config, load_config
 
-__all__ = ["Config", "load_config"]
+if TYPE_CHECKING:
+    from stretto.hf import accelerate, restore
+
+__all__ = ["Config", "accelerate", "load_config", "restore"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What works on Hugging Face models comes with torch and transformers, when it is asked for."""
+    if name in ("accelerate", "restore"):
+        import stretto.hf
+
+        return getattr(stretto.hf, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,21 +34,23 @@ def attend(
     dropout: float,
     bias: Tensor | None = None,
     key: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """q [T, H, D], k and v [T', K, D] to [T, H, D]; softmax(q k / sqrt(D) + bias) v inside each sequence. Our own
-    kernels drop by `key`, or by a new one; all others by torch's generator."""
+    """q [T, H, D], k and v [T', K, D] to [T, H, D]; softmax(scale q k + bias) v inside each sequence, with a scale of
+    1 / sqrt(D) unless another is given. Our own kernels drop by `key`, or by a new one; all others by torch's
+    generator."""
     dense, padded = q_layout.dense and k_layout.dense, not (q_layout.lengths is None and k_layout.lengths is None)
     if not padded and _fits_kernels(q):
         ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
         if bias is not None or is_short(q, k_layout.max_len) or (not dense and (dropout or k_layout.max_len <= LONG)):
             key = draw_keys(q, 1)[0] if dropout and key is None else key
-            return attention(q, k, v, *ends, causal, bias=bias, p=dropout, key=key)
+            return attention(q, k, v, *ends, causal, scale, bias, dropout, key)
         if not dense:
-            return _attend_packed(q, k, v, *ends, causal)
+            return _attend_packed(q, k, v, *ends, causal, scale)
     if dense:
-        return _attend_dense(q, k, v, q_layout, k_layout, causal, dropout, bias)
+        return _attend_dense(q, k, v, q_layout, k_layout, causal, dropout, bias, scale)
     rectangle = (_pad(q, q_layout), _pad(k, k_layout), _pad(v, k_layout), _padded(q_layout), _padded(k_layout))
-    return _unpad(_attend_dense(*rectangle, causal, dropout, bias), q_layout, q.shape[0])
+    return _unpad(_attend_dense(*rectangle, causal, dropout, bias, scale), q_layout, q.shape[0])
 
 
 def _fits_kernels(q: Tensor) -> bool:
@@ -58,13 +60,22 @@ def _fits_kernels(q: Tensor) -> bool:
 
 
 def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor, k_ends: Tensor, q_max: int, k_max: int, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ends: Tensor,
+    k_ends: Tensor,
+    q_max: int,
+    k_max: int,
+    causal: bool,
+    scale: float | None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     if k.shape[1] != q.shape[1]:  # torch 2.11 groups KV heads by itself, later ones by an option: neither is needed
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    out = varlen_attn(q, k, v, q_ends, k_ends, q_max, k_max, window_size=(-1, 0) if causal else (-1, -1))
+    window = (-1, 0) if causal else (-1, -1)
+    out = varlen_attn(q, k, v, q_ends, k_ends, q_max, k_max, scale=scale, window_size=window)
     assert isinstance(out, Tensor)
     return out
 
@@ -78,11 +89,14 @@ def _attend_dense(
     causal: bool,
     dropout: float,
     bias: Tensor | None,
+    scale: float | None,
 ) -> Tensor:
     q, k, v = (as_rows(t, layout).transpose(1, 2) for t, layout in ((q, q_layout), (k, k_layout), (v, k_layout)))
     mask = _mask(q, q_layout, k_layout, causal, bias)
     grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and mask is None, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, causal and mask is None, scale=scale, enable_gqa=grouped
+    )
     return out.transpose(1, 2).flatten(0, 1)
 
 

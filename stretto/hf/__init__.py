@@ -1,6 +1,32 @@
-"""Hugging Face folders: weights out of them, and whole models into them.
+"""Hugging Face models: made faster where they are, read from folders, written to folders.
 
-weights.py has the tables of names, folder.py reads and writes folders, tokenizer.py writes the tokenizer. Which models
-there are, and how config.json describes them, is in stretto/families.py. batching.py makes batches for a loop of one's
-own.
+`accelerate(model)` gives back the same object, with the same parameters and names, over the kernels of ops;
+`restore(model)` undoes it; `report(model)` says what was done.
+
+    roles.py      finds what a module does by running it: never by the name of its class
+    layers.py     the modules that take the place of those that were found
+    packing.py    padded batches and packed documents: layers run on the real tokens alone
+    attention.py  attention inside the sequences of such a batch, through transformers' own interface
+    loss.py       logits that are not computed unless somebody looks at them, and the loss without them
+    swap.py       accelerate, restore, report
+    batching.py   batches of few shapes, for a loop of one's own
+
+Our own models from and to folders: weights.py has the tables of names, folder.py reads and writes, tokenizer.py writes
+the tokenizer. Which models there are, and how config.json describes them, is in stretto/families.py.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.hf.swap import accelerate, report, restore
+
+__all__ = ["accelerate", "report", "restore"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs transformers imports it when it is asked for: training starts from a folder without it."""
+    if name in __all__:
+        from stretto.hf import swap
+
+        return getattr(swap, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,3 +78,57 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     dtype = product_dtype(x)
     out: Tensor = _Linear.apply(x.to(dtype), weight.to(dtype))
     return out
+
+
+@torch.library.custom_op("stretto::linears", mutates_args=())
+def _linears(x: Tensor, weights: list[Tensor]) -> Tensor:
+    out = x.new_empty(x.shape[0], sum(len(weight) for weight in weights))
+    for part, weight in zip(out.split([len(weight) for weight in weights], dim=1), weights, strict=True):
+        torch.mm(x, weight.t(), out=part)
+    return out
+
+
+@_linears.register_fake
+def _(x: Tensor, weights: list[Tensor]) -> Tensor:
+    return x.new_empty(x.shape[0], sum(len(weight) for weight in weights))
+
+
+@torch.library.custom_op("stretto::linears_backward", mutates_args=())
+def _linears_backward(dout: Tensor, x: Tensor, weights: list[Tensor], need_x: bool) -> list[Tensor]:
+    """dx, if needed, then those of the weights."""
+    parts = dout.split([len(weight) for weight in weights], dim=1)
+    gradients = [part.t() @ x for part in parts]
+    if need_x:
+        dx = parts[0] @ weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            dx.addmm_(part, weight)
+        gradients.insert(0, dx)
+    return gradients
+
+
+@_linears_backward.register_fake
+def _(dout: Tensor, x: Tensor, weights: list[Tensor], need_x: bool) -> list[Tensor]:
+    return [dout.new_empty(t.shape) for t in ([x] if need_x else []) + weights]
+
+
+def _save_linears(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _backward_linears(ctx: Any, dout: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    x, *weights = ctx.saved_tensors
+    need_x = ctx.needs_input_grad[0]
+    gradients = _linears_backward(dout, x, weights, need_x)
+    return (gradients[0], gradients[1:]) if need_x else (None, gradients)
+
+
+_linears.register_autograd(_backward_linears, setup_context=_save_linears)
+
+
+def linears(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """x [T, C] times each of several weights [O, C], side by side: [T, sum of O], in the dtype of x or of an enclosing
+    autocast. The weights stay where they are: no copy of them joined is made, nor kept for the backward pass."""
+    dtype = product_dtype(x)
+    out: Tensor = _linears(x.to(dtype), [weight.to(dtype) for weight in weights])
+    return out

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import linear as family
-from stretto.ops.linear import linear
+from stretto.ops.linear import linear, linears
 from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, rand, results, strided
 
 # poisoned memory comes with torch's deterministic mode, which has a word to say about cuBLAS
@@ -84,3 +84,24 @@ def test_side_by_side_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     after = run()
     for some in beside:
         assert all(torch.equal(a, b) for a, b in zip(some, after, strict=True))
+
+
+def side_by_side(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return linears(x, [first, second])
+
+
+def side_by_side_ref(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat([F.linear(x, first), F.linear(x, second)], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_several_products_of_one_input(tokens: int, dtype: torch.dtype) -> None:
+    args = [rand(tokens, 24), rand(40, 24, seed=1), rand(16, 24, seed=2)]
+    assert_parity(side_by_side, side_by_side_ref, args, dtype)
+
+
+def test_several_products_as_an_op() -> None:
+    args = [rand(7, 24), rand(40, 24, seed=1), rand(16, 24, seed=2)]
+    assert_op(family._linears, (args[0], args[1:]))
+    assert_compiles(side_by_side, args)

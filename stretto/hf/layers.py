@@ -1,0 +1,158 @@
+"""The modules that take the place of those of a Hugging Face model. Each is mixed into the class of the module it
+replaces (see swap.py), reads the same parameters and gives the same result up to rounding:
+
+    FusedNorm          LayerNorm and RMSNorm in one pass
+    FusedDense         a linear layer and its activation (BERT's "intermediate"): the bias goes into the activation
+    FusedTransform     the same and a norm (BERT's head in front of the vocabulary)
+    FusedMLP           both linear layers around an activation as one differentiable unit
+    FusedGatedMLP      two products of one input side by side in one matrix, and SwiGLU between its halves
+    FusedResidualNorm  linear layer, dropout, residual add and norm: one product and one pass (BERT's "output")
+
+Activations have any leading shape, [..., C]; the kernels see [T, C]. The precision is that of the original: under
+autocast products are in its precision, norms and sums in fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from stretto.ops.activation import activate
+from stretto.ops.dropout import draw_keys
+from stretto.ops.linear import linear, linears
+from stretto.ops.mlp import mlp
+from stretto.ops.norm import add_norm, norm
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a module is made of: the names of its children, in the order of their use."""
+
+    linears: tuple[str, ...] = ()
+    norm: str | None = None
+    dropout: str | None = None
+    activation: str | None = None  # a kind of ops/activation.py
+    inner_dropout: bool = False  # whether the dropout stands between the two products
+
+
+class Fused(nn.Module):
+    """A module whose parts have been found."""
+
+    parts: Parts
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.run_fused(*inputs) if self.is_intact() else super().forward(*inputs)
+
+    def run_fused(self, *inputs: Tensor) -> Tensor:
+        raise TypeError("Fused is abstract: roles.py knows its kinds")
+
+    def is_intact(self) -> bool:
+        """Whether its linear layers are still plain ones: adapters take their place, or hook into them."""
+        dense = [self.child(name) for name in self.parts.linears]
+        return all(
+            type(child) in (nn.Linear, Conv1D) and not child._forward_hooks and not child._forward_pre_hooks
+            for child in dense
+        )
+
+    def child(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def draw(self, x: Tensor) -> tuple[float, Tensor | None]:
+        """The probability of the module's dropout, and a key for it."""
+        drop = None if self.parts.dropout is None else self.child(self.parts.dropout)
+        if drop is None or not drop.training or drop.p == 0.0:
+            return 0.0, None
+        return drop.p, draw_keys(x, 1)[0]
+
+
+class FusedNorm(Fused):
+    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return normalise(x.flatten(0, -2), self).view(x.shape)
+
+
+class FusedDense(Fused):
+    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = expand(x.flatten(0, -2), self.child(self.parts.linears[0]), self.parts.activation)
+        return y.view(*x.shape[:-1], -1)
+
+
+class FusedTransform(Fused):
+    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y = expand(x.flatten(0, -2), self.child(self.parts.linears[0]), self.parts.activation)
+        return normalise(y, self.child(self.parts.norm or "")).view(*x.shape[:-1], -1)
+
+
+class FusedMLP(Fused):
+    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        up, down = (self.child(name) for name in self.parts.linears)
+        p, key = self.draw(x) if self.parts.inner_dropout else (0.0, None)
+        assert self.parts.activation is not None
+        weights = weight_of(up), up.bias, weight_of(down), down.bias
+        y = mlp(x.flatten(0, -2), *weights, self.parts.activation, p, key, recompute=False).view(*x.shape[:-1], -1)
+        return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
+
+
+class FusedGatedMLP(Fused):
+    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        gate, up, down = (self.child(name) for name in self.parts.linears)
+        biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
+        h = linears(x.flatten(0, -2), [weight_of(gate), weight_of(up)])
+        h = activate(h, biases, "swiglu", *(self.draw(x) if self.parts.inner_dropout else (0.0, None)))
+        y = project(h, down).view(*x.shape[:-1], -1)
+        return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
+
+
+class FusedResidualNorm(Fused):
+    def run_fused(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        dense, norm_module = self.child(self.parts.linears[0]), self.child(self.parts.norm or "")
+        stream = residual.flatten(0, -2)
+        branch = linear(x.flatten(0, -2), weight_of(dense))
+        dtype = norm_dtype(torch.promote_types(branch.dtype, stream.dtype), norm_module.weight)
+        p, key = self.draw(x)
+        parts = norm_parts(norm_module)
+        y, _ = add_norm(branch.to(dtype), stream.to(dtype), dense.bias, *parts, p, key)
+        return y.view(residual.shape)
+
+
+def expand(x: Tensor, dense: nn.Module, kind: str | None) -> Tensor:
+    """act(dense(x)); the bias is added by the activation, but for ReLU, where rounding without it could turn a sign."""
+    assert kind is not None
+    bias: Tensor | None = dense.bias  # type: ignore[assignment]
+    product = project(x, dense) if kind == "relu" else linear(x, weight_of(dense))
+    return activate(product, None if kind == "relu" else bias, kind, 0.0, None)
+
+
+def project(x: Tensor, dense: nn.Module) -> Tensor:
+    """dense(x)"""
+    bias: Tensor | None = dense.bias  # type: ignore[assignment]
+    product = linear(x, weight_of(dense))
+    return product if bias is None else product + bias.to(product.dtype)
+
+
+def normalise(x: Tensor, module: nn.Module) -> Tensor:
+    weight, bias, eps, rms = norm_parts(module)
+    return norm(x.to(norm_dtype(x.dtype, weight)), weight, bias, eps, rms)
+
+
+def norm_dtype(dtype: torch.dtype, weight: Tensor) -> torch.dtype:
+    """Of a norm's input and output: fp32 under autocast, otherwise wide enough for both its input and its weight."""
+    autocast = torch.is_autocast_enabled(weight.device.type)
+    return torch.promote_types(dtype, torch.float32 if autocast else weight.dtype)
+
+
+def norm_parts(module: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
+    """Weight, bias, epsilon, and whether it is an RMSNorm."""
+    found: dict[str, Any] = {name: getattr(module, name, None) for name in ("variance_epsilon", "eps")}
+    eps = next(value for value in found.values() if value is not None)
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight, getattr(module, "bias", None), eps, not isinstance(module, nn.LayerNorm)
+
+
+def weight_of(dense: nn.Module) -> Tensor:
+    """[O, C]. GPT-2's Conv1D keeps it as [C, O]."""
+    weight: Tensor = dense.weight  # type: ignore[assignment]
+    return weight if isinstance(dense, nn.Linear) else weight.t()

@@ -1,0 +1,179 @@
+"""The loss of a language model without its logits.
+
+A Hugging Face model computes logits [N, S, V], and from them the loss. Both are the model's own code, and stay; but in
+training, when labels are given, the output layer gives `Logits`, a tensor of which only the shape exists. The few
+things that are done to logits on their way to the loss (another view, another precision, a bias) are noted. Cross
+entropy is then computed from the hidden states, for labelled positions only (ops/cross_entropy.py). For anybody else
+who uses them they become an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from stretto.hf.layers import Parts
+from stretto.hf.packing import Call, current_call, set_call
+from stretto.ops.cross_entropy import linear_cross_entropy
+from stretto.ops.language import product_dtype
+
+_PROPERTIES: list[Any] = [Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.is_cuda, Tensor.layout]
+METADATA = {p.__get__ for p in _PROPERTIES} | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to compute logits: head(hidden) + bias."""
+
+    head: nn.Module
+    plain: Callable[[Tensor], Tensor]  # what the head does without us
+    hidden: Tensor  # [T, C]
+    versions: list[int]  # of the head's parameters when it was called
+    autocast: torch.dtype | None
+    bias: Tensor | None = None  # [V]
+    made: list[Tensor] = field(default_factory=list)  # the logits [T, V], once somebody wanted them
+
+
+class Logits(Tensor):
+    recipe: Recipe
+
+    @staticmethod
+    def __new__(cls, recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Logits:
+        made: Logits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
+        made.recipe = recipe
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], Logits):
+            kept = args[0]._keep(func, args[1:], kwargs)
+            if kept is not None:
+                return kept
+        args, kwargs = tree_map_only(Logits, Logits.compute, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *others: Any) -> Any:
+        raise RuntimeError(f"{func} met logits that were not computed; accelerate with loss=False to have them always")
+
+    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The result, where it can be had without the logits."""
+        if func in (Tensor.view, Tensor.reshape) and not kwargs:
+            return self._view(args)
+        if func is Tensor.contiguous and not args:
+            return self
+        if func is Tensor.float and not args:
+            return Logits(self.recipe, self.shape, torch.float32)
+        if func in (Tensor.to, Tensor.type) and not kwargs and len(args) == 1 and isinstance(args[0], torch.dtype):
+            return Logits(self.recipe, self.shape, args[0])
+        if func in (Tensor.add, Tensor.__add__, torch.add) and not kwargs and len(args) == 1:
+            return self._add(args[0])
+        if func is F.cross_entropy:
+            return self._cross_entropy(*args, **kwargs)
+        return None
+
+    def _view(self, args: tuple[Any, ...]) -> Logits | None:
+        shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+        if not all(isinstance(size, int) for size in shape) or shape[-1] != self.shape[-1]:
+            return None
+        return Logits(self.recipe, torch.empty(self.shape, device="meta").view(*shape).shape, self.dtype)
+
+    def _add(self, other: Any) -> Logits | None:
+        """A bias that is the same for every token."""
+        classes = self.shape[-1]
+        if not isinstance(other, Tensor) or other.numel() != classes or other.shape[-1] != classes:
+            return None
+        bias = other.flatten() if self.recipe.bias is None else self.recipe.bias + other.flatten()
+        return Logits(replace(self.recipe, bias=bias, made=[]), self.shape, self.dtype)
+
+    def _cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: None = None,
+        ignore_index: int = -100,
+        reduce: None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor | None:
+        plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
+        if not plain or self.ndim != 2 or target.ndim != 1 or target.is_floating_point():
+            return None
+        labelled = (target != ignore_index).nonzero().flatten()
+        loss = self._sum_losses(labelled, target[labelled], label_smoothing)
+        return loss if reduction == "sum" else loss / len(labelled)
+
+    def _sum_losses(self, rows: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        head, bias = self.recipe.head, self.recipe.bias
+        x = self.recipe.hidden[rows]
+        if not isinstance(head, nn.Linear):  # layers in front of the vocabulary: these rows go through them
+            with logits_wanted_for_loss(True):
+                inner = self.recipe.plain(x)
+            if not isinstance(inner, Logits):
+                inner = inner if bias is None else inner + bias
+                return F.cross_entropy(inner.float(), labels, reduction="sum", label_smoothing=smoothing)
+            x, head, inner_bias = inner.recipe.hidden, inner.recipe.head, inner.recipe.bias
+            bias = bias if inner_bias is None else inner_bias if bias is None else bias + inner_bias
+        own: Tensor | None = head.bias  # type: ignore[assignment]
+        bias = bias if own is None else own if bias is None else bias + own
+        weight: Tensor = head.weight  # type: ignore[assignment]
+        return linear_cross_entropy(x, weight, bias, labels, smoothing)
+
+    def compute(self) -> Tensor:
+        recipe = self.recipe
+        if not recipe.made:
+            if [parameter._version for parameter in recipe.head.parameters()] != recipe.versions:
+                raise RuntimeError(
+                    "the logits of an accelerated model are computed when they are used, and its weights have changed "
+                    "since: read them before the optimizer's step, or accelerate with loss=False"
+                )
+            precision = torch.autocast(recipe.hidden.device.type, recipe.autocast, enabled=recipe.autocast is not None)
+            with logits_wanted_for_loss(False), torch.enable_grad(), precision:
+                logits = recipe.plain(recipe.hidden)
+                recipe.made.append(logits if recipe.bias is None else logits + recipe.bias)
+        return recipe.made[0].view(self.shape).to(self.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.compute())
+
+
+@contextmanager
+def logits_wanted_for_loss(lazy: bool) -> Iterator[None]:
+    before = current_call()
+    set_call(Call(None, before, rectangle=True, lazy=lazy))
+    try:
+        yield
+    finally:
+        set_call(before)
+
+
+class LazyHead(nn.Module):
+    """Mixed into the output layer of a language model, and into a module around it that begins with hidden states."""
+
+    parts: Parts  # its only linear layer is the output layer; without a name it is the module itself
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plain, call = super().forward, None if torch.compiler.is_compiling() else current_call()
+        if call is None or not call.lazy or args or kwargs:
+            return plain(hidden, *args, **kwargs)
+        shape = torch.Size([*hidden.shape[:-1], len(self.get_submodule(self.parts.linears[0]).weight)])  # type: ignore
+        device = hidden.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        versions = [parameter._version for parameter in self.parameters()]
+        recipe = Recipe(self, plain, hidden.flatten(0, -2), versions, autocast)
+        return Logits(recipe, shape, product_dtype(hidden))

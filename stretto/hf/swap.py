@@ -1,0 +1,346 @@
+"""accelerate, restore and report.
+
+A module is exchanged by its class alone: it becomes an instance of a class made of one of ours and its own, under its
+own name, and keeps its parameters, children, hooks and attributes. So checkpoints, optimizers, `isinstance` and
+everything that looks for modules by class name go on as before, and giving back the class undoes it.
+
+No exchange is taken on trust. Of each kind of module one is run before and after, on random rows, in eval and in
+training mode; each stack of layers runs a small padded batch with and without its padding. What differs is left alone,
+and the report says so: a future release of transformers can make an acceleration disappear, but not a result wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from stretto.hf.attention import NAME, DistanceBias, register
+from stretto.hf.layers import Fused, Parts, weight_of
+from stretto.hf.loss import LazyHead
+from stretto.hf.packing import Call, PackedLayer, argument_names, enter, leave, set_call
+from stretto.hf.roles import NONE, Site, Stack, draw_inputs, quietly, sites, stacks
+
+log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Line:
+    names: str  # of modules that differ by the number of their layer only: # stands for it
+    role: str
+    count: int
+    problem: str | None  # why they stay as they are
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was accelerated, and what was not, and why."""
+
+    lines: tuple[Line, ...]
+
+    def __str__(self) -> str:
+        rows = [("role", "modules", "", "")]
+        rows += [
+            (line.role, line.names or "(the model)", f"x {line.count}", line.problem or "yes") for line in self.lines
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
+
+
+@dataclass
+class Record:
+    """What restore needs besides the classes."""
+
+    report: Report
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    implementations: list[tuple[Any, str]] = field(default_factory=list)  # of attention, by configuration
+
+
+def accelerate(model: Model, fused: bool = True, unpad: bool = True, loss: bool = True, packed: bool = False) -> Model:
+    """The same model, faster: the same object, with the same parameters, names and results up to rounding.
+
+    fused   norms, MLPs and residual adds by fused kernels, and attention by the fastest one
+    unpad   layers run on the tokens that attention_mask keeps; outputs at padding are zero
+    loss    in training with labels, the loss is computed without logits; those in the output are computed when used
+    packed  rows hold several documents: a training batch that does not say where they end is an error
+
+    `restore` undoes it, `report` tells what was found. To be called before the model is compiled or wrapped.
+    """
+    _check(model)
+    register()
+    record, done = Record(Report(())), list[Site]()
+    if fused:
+        found = sites(model)
+        done += _swap_sites(found) + _swap_attention(model, found, record)
+    owned = {id(stack.owner): stack for stack in _swap_stacks(model, done)} if unpad or packed else {}
+    if packed and not any(stack.causal for stack in owned.values()):
+        _undo(model, record)
+        why = "; ".join(str(site.problem) for site in done if site.role == "padding")
+        raise ValueError(f"{type(model).__name__} cannot keep packed documents apart: {why or 'it is not a decoder'}")
+    if loss:
+        done += _swap_heads(model)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            options = {"stack": owned.get(id(module)), "unpad": unpad, "loss": loss, "packed": packed}
+            record.hooks += _hook(module, **options)
+    record.report = _summarise(done)
+    model._stretto = record  # type: ignore[assignment]
+    log.info("%s\n%s", type(model).__name__, record.report)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undoes `accelerate`: the classes and the attention that were there before."""
+    _undo(model, _record(model))
+    del model._stretto
+    return model
+
+
+def _undo(model: nn.Module, record: Record) -> None:
+    for module in model.modules():
+        module.__class__ = _original(type(module))
+    for handle in record.hooks:
+        handle.remove()
+    for config, implementation in record.implementations:
+        config._attn_implementation_internal = implementation
+
+
+def report(model: nn.Module) -> Report:
+    return _record(model).report
+
+
+def _record(model: nn.Module) -> Record:
+    record = getattr(model, "_stretto", None)
+    if not isinstance(record, Record):
+        raise ValueError(f"this {type(model).__name__} is not accelerated")
+    return record
+
+
+def _check(model: nn.Module) -> None:
+    name = type(model).__name__
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(f"accelerate the model inside {name}, before it is wrapped")
+    if any(hasattr(module, "_stretto") for module in model.modules()):
+        raise ValueError(f"this {name} is accelerated already; stretto.restore(model) undoes it")
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{parameter_name} is on the meta device: load the weights before accelerate(model)")
+        if not parameter.is_floating_point() or type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"{parameter_name} is {type(parameter).__name__} {parameter.dtype}; accelerate works on plain "
+                "parameters in floating point, before a model is quantised or sharded"
+            )
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(f"this {name} is quantised: accelerate works on models in floating point")
+
+
+@cache
+def _mix(ours: Any, theirs: Any, parts: Parts) -> type[nn.Module]:
+    made: type[nn.Module] = type(theirs.__name__, (ours, theirs), {"parts": parts, "__doc__": theirs.__doc__})
+    made.__qualname__ = theirs.__qualname__
+    return made
+
+
+def _original(kind: type[nn.Module]) -> type[nn.Module]:
+    while kind.__bases__ and kind.__bases__[0].__module__.startswith("stretto.hf."):
+        kind = kind.__bases__[1]
+    return kind
+
+
+def swap(module: nn.Module, ours: type[nn.Module], parts: Parts = NONE) -> None:
+    kinds: tuple[Any, Any] = (ours, type(module))
+    module.__class__ = _mix(*kinds, parts)
+
+
+def _swap_sites(found: list[Site]) -> list[Site]:
+    """Modules with parameters of their own, and what became of them."""
+    done: list[Site] = []
+    problems: dict[Any, str | None] = {}
+    inside: set[int] = set()
+    for site in sorted(found, key=lambda site: site.name.count(".")):  # the whole before its parts
+        if site.fused is None or id(site.module) in inside:
+            continue
+        key = (type(site.module), site.parts, repr(site.module))
+        if key not in problems:
+            problems[key] = site.problem or _compare(site)
+        done.append(Site(site.name, site.role, site.module, site.fused, site.parts, problems[key]))
+        if problems[key] is None:
+            swap(site.module, site.fused, site.parts)
+            used = (*site.parts.linears, site.parts.norm)
+            inside |= {id(site.module.get_submodule(name)) for name in used if name}
+    return done
+
+
+def _compare(site: Site) -> str | None:
+    """Why the fused module must not take the place of the plain one."""
+    assert site.fused is not None and issubclass(site.fused, Fused)
+    module, original = site.module, type(site.module)
+    if site.parts.linears:
+        width = weight_of(module.get_submodule(site.parts.linears[0])).shape[1]
+        inputs = draw_inputs(module, 2 if site.role == "residual norm" else 1, width)
+    else:
+        inputs = draw_inputs(module, 1, next(module.parameters()).shape[0])
+    with quietly(module):
+        expected = module(*inputs)
+    with quietly(module, training=True):
+        trained = module(*inputs)
+    if not torch.equal(expected, trained):
+        return "it is random in training, by something other than a Dropout module"
+    swap(module, site.fused, site.parts)
+    try:
+        if not Fused.is_intact(module):  # type: ignore[arg-type]
+            return "its linear layers have hooks"
+        with quietly(module):
+            found = module(*inputs)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"the fused module cannot take its place: {error}"
+    finally:
+        module.__class__ = original
+    return None if _close(found, expected) else "the fused module gives other results"
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    bound = 32 * torch.finfo(expected.dtype).eps * expected.abs().max()
+    return bool((found - expected).abs().max() <= bound)
+
+
+def _swap_attention(model: nn.Module, found: list[Site], record: Record) -> list[Site]:
+    """Attention that goes through transformers' interface, where it is torch's: other kinds may know more than ours."""
+    done: list[Site] = []
+    configs: dict[int, Any] = {}
+    for site in found:
+        if site.role == "attention":
+            chosen = getattr(getattr(site.module, "config", None), "_attn_implementation", None)
+            problem = None if chosen == "sdpa" else f"its attention is {chosen!r}: only 'sdpa' is replaced"
+            done.append(Site(site.name, "attention", site.module, problem=problem))
+            if problem is None:  # its own, and those of the models around it, which build the masks
+                around = [module for module in _ancestors(model, site.name) if isinstance(module, PreTrainedModel)]
+                configs |= {id(module.config): module.config for module in (site.module, *around)}
+    for config in configs.values():
+        record.implementations.append((config, config._attn_implementation))
+        config._attn_implementation_internal = NAME
+    return done
+
+
+def _ancestors(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield model.get_submodule(name)
+
+
+def _swap_stacks(model: nn.Module, done: list[Site]) -> list[Stack]:
+    """The stacks that can run without padding."""
+    kept: list[Stack] = []
+    found = stacks(model)
+    if not found:
+        missing = "no stack of layers with attention by transformers' AttentionInterface"
+        done.append(Site("", "padding", model, problem=missing))
+    for stack in found:
+        problem = stack.problem
+        if "input_ids" not in argument_names(stack.owner):
+            problem = "it reads no tokens: there is no padding"
+        elif stack.owner.config._attn_implementation != NAME:
+            problem = "its attention was not replaced"
+        problem = problem or _try_packing(stack)
+        done.append(Site(stack.name, "padding", stack.owner, problem=problem))
+        if problem is None:
+            kept.append(stack)
+    return kept
+
+
+def _try_packing(stack: Stack) -> str | None:
+    """Gives the stack's layers the means to run packed, unless they then give other results."""
+    if stack.relative:
+        for module in stack.layers.modules():
+            if isinstance(getattr(module, "has_relative_attention_bias", None), bool) and hasattr(module, "n_heads"):
+                swap(module, DistanceBias)
+    for layer in stack.layers:
+        swap(layer, PackedLayer)
+    hooks = _hook(stack.owner, stack=stack, unpad=True, loss=False, packed=False)
+    try:
+        inputs = _draw_batch(stack)
+        with quietly(stack.owner):
+            packed, rectangle = (_run_stack(stack, inputs, rectangle) for rectangle in (False, True))
+        kept = inputs["attention_mask"] != 0
+        problem = None if _close(packed[kept], rectangle[kept]) else "without padding it gives other results"
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        problem = f"it cannot run without padding: {error}"
+    for hook in hooks:
+        hook.remove()
+    if problem:
+        for module in stack.layers.modules():
+            while issubclass(type(module), PackedLayer | DistanceBias):
+                module.__class__ = type(module).__bases__[1]
+    return problem
+
+
+def _draw_batch(stack: Stack) -> dict[str, Any]:
+    """Three sequences of different lengths; for a decoder that reads an encoder's output, that too."""
+    embedding: Any = stack.owner.get_input_embeddings()
+    device, dtype = embedding.weight.device, embedding.weight.dtype
+    generator = torch.Generator().manual_seed(0)
+    lengths, longest = torch.tensor([6, 2, 4]), 6
+    batch: dict[str, Any] = {
+        "input_ids": torch.randint(embedding.num_embeddings, (3, longest), generator=generator),
+        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
+    }
+    if stack.crosses:
+        memory = torch.randn(3, longest, embedding.embedding_dim, generator=generator).to(dtype)
+        batch |= {"encoder_hidden_states": memory, "encoder_attention_mask": batch["attention_mask"].roll(1, 0)}
+    batch = {name: value.to(device) for name, value in batch.items()}
+    return batch | ({"use_cache": False} if "use_cache" in argument_names(stack.owner) else {})
+
+
+def _run_stack(stack: Stack, inputs: dict[str, Any], rectangle: bool) -> Tensor:
+    set_call(Call(None, None, rectangle, lazy=False))
+    try:
+        out: Tensor = stack.owner(**inputs)[0]
+    finally:
+        set_call(None)
+    return out
+
+
+def _swap_heads(model: nn.Module) -> list[Site]:
+    """The output layer of each language model, and the module around it that begins with hidden states."""
+    done = []
+    for name, owner in model.named_modules():
+        if not isinstance(owner, PreTrainedModel) or "labels" not in argument_names(owner):
+            continue
+        output = owner.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if type(output) is not nn.Linear:
+            continue
+        inner = next(child for child, module in owner.named_modules() if module is output)
+        swap(output, LazyHead, Parts(linears=("",)))
+        outer, _, rest = inner.partition(".")
+        head = owner.get_submodule(outer)
+        if rest and not isinstance(head, PreTrainedModel) and len(argument_names(head)) == 1:
+            swap(head, LazyHead, Parts(linears=(rest,)))
+        done.append(Site(f"{name}.{outer}".lstrip("."), "loss", head))
+    return done
+
+
+def _hook(model: PreTrainedModel, **options: Any) -> list[RemovableHandle]:
+    return [
+        model.register_forward_pre_hook(partial(enter, **options), with_kwargs=True),
+        model.register_forward_hook(leave, always_call=True),
+    ]
+
+
+def _summarise(done: list[Site]) -> Report:
+    counts: dict[tuple[str, str, str | None], int] = {}
+    for site in done:
+        key = re.sub(r"\.\d+(?=\.|$)", ".#", site.name), site.role, site.problem
+        counts[key] = counts.get(key, 0) + 1
+    return Report(tuple(Line(names, role, count, problem) for (names, role, problem), count in counts.items()))

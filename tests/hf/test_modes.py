@@ -1,0 +1,134 @@
+"""Accelerated models in the ways models are run: recomputed, compiled, generating, in several processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import stretto
+from tests.hf.families import DECODERS, FAMILIES, PAIRS, assert_parity, build, draw_batch, learn
+from tests.hf.test_packing import count_tokens
+from tests.hf.test_parity import FLOOR
+
+RECOMPUTED = ["bert", "gpt2", "llama", "bart", "marian", "t5", "vit"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", RECOMPUTED)
+def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
+    batch = draw_batch(family)
+    exact, plain = learn(build(family, torch.float64), batch), learn(build(family), batch)
+    model = stretto.accelerate(build(family))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads() if family != "vit" else None
+    with count_tokens() as tokens:
+        found = learn(model, batch)
+    assert_parity(found, plain, exact, FLOOR)
+    attentions = {"bert": 2, "gpt2": 2, "llama": 2, "vit": 2}.get(family, 6)
+    assert len(tokens) == 2 * attentions, "every layer runs twice"
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *PAIRS])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generation(family: str, beams: int) -> None:
+    batch = draw_batch(family)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    if family not in PAIRS:  # decoders are padded on the left
+        ids, mask = ids.flip(1), mask.flip(1)
+    options = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 1, "eos_token_id": 2}
+    plain, model = build(family).eval(), stretto.accelerate(build(family)).eval()
+    expected, found = (m.generate(input_ids=ids, attention_mask=mask, **options) for m in (plain, model))
+    assert torch.equal(found, expected)
+    with torch.no_grad():
+        learn(model, batch)  # and a call afterwards is as ever
+
+
+QUICK = ("bert", "gpt2", "llama", "t5", "vit")
+COMPILED = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_torch_compile(family: str) -> None:
+    batch = draw_batch(family)
+    exact, plain = learn(build(family, torch.float64), batch), learn(build(family), batch)
+    model = stretto.accelerate(build(family))
+    torch._dynamo.reset()
+    whole = family not in ("bart", "marian", "gpt2")  # whose own code breaks the graph: layerdrop, a warning
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=whole)
+    found = learn(compiled, batch)
+    found = {name.removeprefix("_orig_mod."): t for name, t in found.items()}
+    assert_parity(found, plain, exact, FLOOR)
+
+
+TOGETHER = ["bert", "llama", "t5"]
+
+
+def run_rank(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    for family in TOGETHER:
+        model = DistributedDataParallel(stretto.accelerate(build(family)))
+        model(**draw_batch(family, seed=rank)).loss.backward()
+        if rank == 0:
+            gradients = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
+            torch.save(gradients, Path(folder) / f"{family}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_two_processes(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_rank, (port, str(tmp_path)), nprocs=2)
+    for family in TOGETHER:
+        found = torch.load(tmp_path / f"{family}.pt", weights_only=True)
+        plain, exact = average(family, torch.float32), average(family, torch.float64)
+        assert found.keys() == plain.keys()
+        assert_parity(found, plain, exact, FLOOR)
+
+
+def average(family: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of the gradients of two batches."""
+    parts = [learn(build(family, dtype), draw_batch(family, seed=rank)) for rank in range(2)]
+    return {name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0] if name not in ("loss", "logits")}
+
+
+def test_training_steps_go_the_same_way() -> None:
+    """A few steps of AdamW, in which errors could add up."""
+    losses: list[list[float]] = []
+    for model in (build("bert"), stretto.accelerate(build("bert"))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append([])
+        for step in range(12):
+            out = model(**draw_batch("bert", seed=step % 3))
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(out.loss.detach()))
+    assert losses[0][-1] < losses[0][0] - 0.5
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-3, atol=1e-3)
+
+
+def test_evaluation_inside_training_and_two_models_at_once() -> None:
+    batch, model = draw_batch("bart"), stretto.accelerate(build("bart"))
+    other = stretto.accelerate(copy.deepcopy(stretto.restore(copy.deepcopy(model))))
+    first: nn.Module = model
+    expected = learn(build("bart"), batch)
+    out, again = first(**batch), other(**batch)
+    with torch.no_grad():
+        other.eval()(**batch)
+    (out.loss + again.loss).backward()
+    for each in (first, other):
+        for name, p in each.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5)

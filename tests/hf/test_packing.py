@@ -1,0 +1,221 @@
+"""Padded batches and packed documents: the layers run on real tokens alone, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import stretto
+import stretto.hf
+import stretto.hf.attention
+from stretto.attention import attend
+from tests.hf.families import (
+    DECODERS,
+    ENCODERS,
+    FAMILIES,
+    OLD,
+    PAIRS,
+    RECTANGULAR,
+    VOCAB,
+    Batch,
+    assert_parity,
+    build,
+    draw_batch,
+    learn,
+)
+from tests.hf.test_parity import FLOOR
+
+PACKABLE = [family for family in FAMILIES if family not in ("mistral", "vit", *RECTANGULAR)]
+MASKS = {
+    "left": [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9, [0] * 8 + [1]],
+    "holes": [[1, 1, 0, 0, 1, 1, 1, 0, 1], [1, 0, 1, 0, 1, 0, 1, 0, 1], [1] * 9],
+    "empty row": [[1] * 9, [0] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]],
+    "nothing at all": [[0] * 9] * 3,
+    "full": [[1] * 9] * 3,
+}
+
+
+@contextmanager
+def count_tokens() -> Iterator[list[int]]:
+    """Of every attention that goes through the dispatcher: its queries."""
+    seen: list[int] = []
+
+    def note(q: Tensor, *others: Any, **options: Any) -> Tensor:
+        seen.append(q.shape[0])
+        return attend(q, *others, **options)
+
+    with patch.object(stretto.hf.attention, "attend", note):
+        yield seen
+
+
+def compare(family: str, batch: Batch, training: bool = True) -> list[int]:
+    exact = learn(build(family, torch.float64).train(training), batch)
+    plain = learn(build(family).train(training), batch)
+    with count_tokens() as tokens:
+        model = stretto.accelerate(build(family)).train(training)
+        tokens.clear()
+        found = learn(model, batch)
+    assert_parity(found, plain, exact, FLOOR)
+    return tokens
+
+
+@pytest.mark.parametrize("family", PACKABLE)
+def test_layers_see_real_tokens_only(family: str) -> None:
+    tokens = compare(family, draw_batch(family))
+    assert set(tokens) == ({18, 14} if family in PAIRS else {18})
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "gpt2", "bart", "t5"])
+def test_any_mask_gives_the_result_of_the_untouched_model(family: str, mask: str) -> None:
+    if OLD and family == "t5" and mask in ("empty row", "nothing at all"):
+        pytest.skip("the untouched model gives NaN")
+    batch = draw_batch(family)
+    real = torch.tensor(MASKS[mask])
+    batch["attention_mask"] = real
+    if family not in PAIRS:
+        batch["labels"] = batch["input_ids"].where((real != 0) | ~real.any(), torch.tensor(-100))
+    if family in ENCODERS:  # no label at the first real token: a causal model would predict it from padding
+        batch["labels"][:, 1:] = batch["labels"][:, 1:].where(real[:, :-1] != 0, torch.tensor(-100))
+    tokens = compare(family, batch)
+    if family in RECTANGULAR:
+        assert tokens == []
+    elif mask == "holes" and family == "t5":
+        assert set(tokens) == {14}  # distances count the hole: the encoder keeps its rectangle
+    elif mask in ("left", "holes") and family in ENCODERS:
+        assert set(tokens) == {int(real.sum())}
+
+
+@pytest.mark.parametrize("family", ["bert", "bart"])
+def test_an_empty_row_does_not_make_nan(family: str) -> None:
+    batch = draw_batch(family)
+    batch["attention_mask"] = torch.tensor(MASKS["empty row"])
+    model = stretto.accelerate(build(family))
+    if "labels" in batch and family == "bert":
+        batch["labels"] = batch["labels"].where(batch["attention_mask"] != 0, torch.tensor(-100))
+    found = learn(model, batch)
+    assert all(bool(t.isfinite().all()) for t in found.values())
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_labels_on_padding_count_as_they_did(family: str) -> None:
+    batch = draw_batch(family)
+    batch["labels"] = batch["input_ids"]
+    tokens = compare(family, batch)
+    assert 18 not in tokens
+
+
+def test_hidden_states_that_are_asked_for_are_rectangles() -> None:
+    batch = draw_batch("bert")
+    plain, fast = build("bert").eval(), stretto.accelerate(build("bert")).eval()
+    ours, theirs = (model(**batch, output_hidden_states=True).hidden_states for model in (fast, plain))
+    real = batch["attention_mask"] != 0
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine[real], other[real])
+
+
+def test_question_answering_compares_with_padding_as_before() -> None:
+    torch.manual_seed(0)
+    model = hf.BertForQuestionAnswering(build("bert").config).eval()
+    batch = {name: draw_batch("bert")[name] for name in ("input_ids", "attention_mask")}
+    expected = model(**batch).start_logits
+    torch.testing.assert_close(stretto.accelerate(model)(**batch).start_logits, expected)
+
+
+@pytest.mark.skipif(OLD, reason="BERT keeps its padding")
+def test_outputs_at_padding_are_zero() -> None:
+    batch = {name: draw_batch("bert")[name] for name in ("input_ids", "attention_mask")}
+    out = stretto.accelerate(build("bert").bert).eval()(**batch).last_hidden_state
+    assert out.shape == (3, 9, 32) and out[batch["attention_mask"] == 0].eq(0).all()
+
+
+@pytest.mark.parametrize("family", ["bert", "bart", "t5", "llama"])
+def test_without_unpadding_the_rectangle_stays(family: str) -> None:
+    model = stretto.accelerate(build(family), unpad=False)
+    with count_tokens() as tokens:
+        learn(model, draw_batch(family))
+    assert 18 not in tokens
+
+
+def documents() -> tuple[Batch, list[Tensor]]:
+    """Two rows with documents of 4, 1 and 4, and of 2 and 7 tokens."""
+    ids = torch.randint(4, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    parts = [ids[0, :4], ids[0, 4:5], ids[0, 5:], ids[1, :2], ids[1, 2:]]
+    positions = torch.cat([torch.arange(len(part)) for part in parts]).view(2, 9)
+    return {"input_ids": ids, "position_ids": positions}, parts
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("family", DECODERS)
+def test_documents_in_a_row_do_not_see_each_other(family: str, training: bool) -> None:
+    batch, parts = documents()
+    plain, model = build(family).train(training), stretto.accelerate(build(family), packed=True).train(training)
+    expected = torch.cat([plain(part[None]).logits[0] for part in parts])
+    with count_tokens() as tokens:
+        found = model(**batch, use_cache=False).logits.flatten(0, 1)
+    torch.testing.assert_close(found, expected)
+    assert set(tokens) == (set() if family == "mistral" else {18})  # a window of 4 is shorter than a document
+
+
+def test_documents_by_offsets() -> None:
+    batch, parts = documents()
+    flat = {name: t.view(1, -1) for name, t in batch.items()}
+    offsets = torch.tensor([0, 4, 5, 9, 11, 18], dtype=torch.int32)
+    model = stretto.accelerate(build("llama"), packed=True)
+    expected = torch.cat([build("llama")(part[None]).logits[0] for part in parts])
+    found = model(**flat, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=7, max_length_k=7).logits[0]
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="cu_seq_lens_q ends at 18, but the batch is"):
+        model(**batch, cu_seq_lens_q=offsets)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_documents_without_ends_are_an_error(family: str) -> None:
+    batch, _ = documents()
+    model = stretto.accelerate(build(family), packed=True)
+    with pytest.raises(ValueError, match="needs the ends of documents"):
+        model(input_ids=batch["input_ids"])
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(**batch, use_cache=True)
+    numbered = torch.tensor([[1] * 4 + [2] * 5, [1] * 2 + [2] * 7])
+    unpacked = stretto.accelerate(build(family))
+    with pytest.raises(ValueError, match="a mask is 0 or 1"):
+        unpacked(input_ids=batch["input_ids"], attention_mask=numbered)
+    learn(unpacked, draw_batch(family))  # an error leaves nothing behind
+
+
+def test_a_model_that_cannot_keep_documents_apart_says_so_at_once() -> None:
+    for options in ({"fused": False}, {}):
+        model = build("bert" if not options else "llama")
+        kinds = [type(module) for module in model.modules()]
+        with pytest.raises(ValueError, match="cannot keep packed documents apart"):
+            stretto.accelerate(model, packed=True, **options)
+        assert [type(module) for module in model.modules()] == kinds
+
+
+class Mixing(hf.BertForMaskedLM):
+    """A model whose layers look at neighbours outside attention, which packing would mix."""
+
+    def __init__(self, config: hf.BertConfig) -> None:
+        super().__init__(config)
+        for layer in self.bert.encoder.layer:
+            layer.intermediate.dense.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
+
+
+@pytest.mark.skipif(OLD, reason="BERT keeps its padding")
+def test_layers_that_mix_tokens_keep_their_padding() -> None:
+    torch.manual_seed(0)
+    plain: nn.Module = Mixing(build("bert").config).eval()
+    batch = draw_batch("bert")
+    expected = plain(**batch).logits
+    model = stretto.accelerate(plain, fused=True)
+    problems = {line.role: line.problem for line in stretto.hf.report(model).lines}
+    assert "other results" in str(problems["padding"])
+    torch.testing.assert_close(model(**batch).logits, expected)
