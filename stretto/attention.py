@@ -2,7 +2,7 @@
 
 Shapes: queries [T, H, D], keys and values [T', K, D] with H a multiple of K; see batch.py for layouts. Masks: causal,
 the ends of sequences, and a bias [H, 2 R - 1] for each distance of key and query, such as T5's. Which kernel wins was
-measured (docs/results.md, "Attention kernels"):
+measured (docs/results.md, "Attention kernels of our own"):
 
     our own (ops/attention.py)    in 16 bits: where all keys of a sequence are one tile; packed, unless sequences are
                                   long; with a bias

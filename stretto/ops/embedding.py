@@ -45,6 +45,7 @@ from torch import Tensor
 from stretto.ops.dropout import dropout, dropout_ref, keeps, row_words
 from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.norm import norm_ref, normalized_ref, stats_ref
+from stretto.ops.sums import launch_sums
 
 # What is looked up: ids, token, positions, position, types, token_type. Without a table its ids are None too; without
 # types every token is of type 0.
@@ -340,13 +341,15 @@ def launch_embed_backward(
     resident = num_processors(dy.device) * max(1, 16 // tile["num_warps"])
     programs = min(cdiv(rows, tile["ROWS"]), resident)
     dx = dy.new_empty(rows, cols)
-    sums = dy.new_empty(programs, 2, cols, dtype=torch.float32)
+    partial = dy.new_empty(programs, 2, cols, dtype=torch.float32)
+    sums = dy.new_empty(2, cols, dtype=torch.float32)
     if dx.numel():
         inputs = _contiguous(*lookups, weight, key)
         _embed_backward_kernel[(programs,)](
-            dy, *inputs, dx, sums, rows, cols, dy.stride(0), scale, eps, RMS=rms, P=p, **tile
+            dy, *inputs, dx, partial, rows, cols, dy.stride(0), scale, eps, RMS=rms, P=p, **tile
         )  # fmt: skip
-    return dx, sums.sum(0)
+    launch_sums(partial, sums.unbind())
+    return dx, sums
 
 
 def launch_add_by_id(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype: torch.dtype) -> Tensor:

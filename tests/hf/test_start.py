@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 from itertools import pairwise
@@ -191,3 +193,9 @@ def test_what_the_recipe_may_say(published: dict[str, Path], tmp_path: Path) -> 
         start(tmp_path, published["gpt2"], {"task": "masked"})
     with pytest.raises(ConfigError, match=r"model\.init = 3 must be of type str"):
         build_config({"model": {"init": 3}, "data": {"tokenizer": "bytes"}})
+
+
+def test_training_does_not_import_transformers() -> None:
+    """Folders are read without it; it takes seconds to import, and need not be installed."""
+    code = "import sys, stretto.train, stretto.hf.folder; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
