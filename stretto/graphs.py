@@ -8,16 +8,16 @@ generator, whose seed and offset a replay takes over.
 A shape is recorded when it comes for the second time, and there are at most 32 graphs of one kind of work; all else
 runs as usual. buckets.py makes shapes few. The graphs share one pool of memory: nothing in it outlives a replay but
 results, which are copied out. Before it records, torch gives back what the allocator had kept for the steps until then,
-so that a run needs little more memory than without graphs; a step of a new shape still takes its own beside the pool.
+and later steps of a new shape, which are not recorded yet, borrow the pool. So a run needs little more memory than
+without graphs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,17 +37,50 @@ class Recording:
     kept: object  # what else the graph reads
 
 
+class Memory:
+    """The pool that graphs share, and the stream they are recorded on: torch's allocator gives a block that was freed
+    on one stream to that stream only."""
+
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.exists = False  # it is made by the first recording
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """For work that is not recorded, and leaves nothing behind but results."""
+        if not self.exists:
+            yield
+            return
+        usual, device = torch.cuda.current_stream(), torch.cuda.current_device()
+        self.stream.wait_stream(usual)
+        with torch.cuda.stream(self.stream):
+            # By stream, not by thread as torch.cuda.use_mem_pool does: the backward pass has a thread of its own.
+            torch._C._cuda_beginAllocateCurrentStreamToPool(device, self.pool)
+            try:
+                yield
+            finally:
+                torch._C._cuda_endAllocateToPool(device, self.pool)
+                torch._C._cuda_releasePool(device, self.pool)
+        usual.wait_stream(self.stream)
+
+    @contextmanager
+    def recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        # Other threads go on meanwhile: one brings the next batches to the device.
+        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+            yield
+        self.exists = True
+
+
 class Recorder:
     def __init__(
         self,
         work: Callable[..., tuple[Tensor, ...]],
         prepare: Callable[[], AbstractContextManager[object]],
-        pool: Any,
+        memory: Memory,
     ) -> None:
         """`work` takes batches, or none, must not ask the device anything, and leaves nothing behind that it has made
-        but its results. `prepare` is entered around a recording, and gives what has to live as long as it. `pool` is
-        torch's name for the memory that graphs share."""
-        self.work, self.prepare, self.pool = work, prepare, pool
+        but its results. `prepare` is entered around a recording, and gives what has to live as long as it."""
+        self.work, self.prepare, self.memory = work, prepare, memory
         self.seen: Counter[object] = Counter()
         self.recordings: dict[object, Recording] = {}
 
@@ -55,7 +88,9 @@ class Recorder:
         shape = tuple(map(shape_of, batches))
         if shape not in self.recordings:
             if len(self.recordings) == MOST or not self.comes_again(shape):
-                return self.work(*batches)
+                with self.memory.borrowed():
+                    results = self.work(*batches)
+                return tuple(result.clone() for result in results)
             self.recordings[shape] = self.record(batches)
         recording = self.recordings[shape]
         for own, batch in zip(recording.batches, batches, strict=True):
@@ -71,7 +106,6 @@ class Recorder:
 
     def record(self, batches: tuple[Batch, ...]) -> Recording:
         graph, own = torch.cuda.CUDAGraph(), [clone(batch) for batch in batches]
-        # Other threads go on meanwhile: one brings the next batches to the device.
-        with self.prepare() as kept, torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
+        with self.prepare() as kept, self.memory.recorded(graph):
             results = self.work(*own)
         return Recording(graph, own, results, kept)

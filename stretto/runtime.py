@@ -73,6 +73,7 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
     )
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
+        _let_memory_grow()
     own_group = runtime.world > 1 and not dist.is_initialized()
     try:
         if own_group:
@@ -89,6 +90,13 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
         torch.use_deterministic_algorithms(deterministic_before)
         if own_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _let_memory_grow() -> None:
+    """Segments that grow instead of new ones beside them: batches of many shapes then share the same memory. Who has
+    set up torch's allocator keeps that."""
+    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def choose_device(name: str = "auto") -> torch.device:

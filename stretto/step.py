@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
-from stretto.graphs import Recorder
+from stretto.graphs import Memory, Recorder
 from stretto.guard import Guard
 from stretto.model import Model
 from stretto.optim import FlatAdamW, clip_gradients
@@ -117,10 +117,10 @@ class Recorders:
     def __init__(self, parts: Trainable) -> None:
         optimizer = parts.optimizer
         assert isinstance(optimizer, FlatAdamW)
-        pool = torch.cuda.graph_pool_handle()
-        self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, pool)
-        self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, pool)
-        self.update = Recorder(lambda: (update(parts),), optimizer.recording, pool)
+        memory = Memory()
+        self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, memory)
+        self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, memory)
+        self.update = Recorder(lambda: (update(parts),), optimizer.recording, memory)
 
 
 class GraphChoice:

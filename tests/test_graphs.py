@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 
 import stretto.step
 import stretto.train
-from stretto import checkpoint, graphs
-from stretto.batch import clone, copy_into, shape_of
+from stretto import checkpoint, graphs, runtime
+from stretto.batch import Batch, Counts, clone, copy_into, shape_of
 from stretto.buckets import to_bucket
 from stretto.config import Config, load_config
 from stretto.errors import ConfigError, NonFiniteError
@@ -199,6 +200,35 @@ def test_memory_is_not_taken_twice(
         run(name, **extra, train__graphs="on" if name == "on" else "off")
     assert replays and reserved["off"] > 2**30
     assert reserved["on"] <= 1.1 * reserved["off"], reserved
+
+
+@pytest.mark.gpu
+def test_many_shapes_share_the_same_memory(make_config: MakeConfig) -> None:
+    """Batches that grow, which is the hardest order: no block of one shape is large enough for the next."""
+    weight = torch.ones(4096, device="cuda", requires_grad=True)
+
+    def work(batch: Batch) -> tuple[torch.Tensor, ...]:
+        x = batch.labels[:, None] * weight
+        for _ in range(8):
+            x = (1.01 * x).sin()
+        loss = x.sum()
+        loss.backward()
+        loss, weight.grad = loss.detach() + weight.grad.sum(), None  # type: ignore[union-attr]
+        return (loss,)
+
+    with runtime.start(make_config(run__device="cuda").run):
+        sizes = range(4000, 8000, 500)
+        batches = [Batch(torch.ones(size, device="cuda"), Counts(size, size, size, size), ()) for size in sizes]
+        recorder = graphs.Recorder(work, nullcontext, graphs.Memory())
+        reserved, losses = {}, {}
+        for name, step in (("off", work), ("on", recorder.run)):
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            losses[name] = [float(step(batch)[0]) for _ in range(3) for batch in batches]
+            reserved[name] = torch.cuda.max_memory_reserved()
+    assert len(recorder.recordings) == len(batches) and losses["on"] == losses["off"]
+    assert 2**30 < reserved["on"] <= 1.1 * reserved["off"], reserved
 
 
 def test_they_say_why_they_cannot_be_used(make_config: MakeConfig) -> None:

@@ -40,6 +40,7 @@ from stretto.ops.language import INTERPRET, jit, tl
 ALIGN = 16  # elements; every parameter's state begins at a multiple, so that vector loads apply
 CHUNK = 16384  # elements a program updates
 BLOCK = 2048  # elements it holds at a time
+SMALL_BLOCK = 1024  # where they are rounded at random: half the registers, so that twice as many programs hide waiting
 NUM_WARPS = 8
 
 
@@ -351,7 +352,8 @@ class Launch:
                 control.applied, control.corrections, control.norm, control.scale, control.limit,
                 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps,
                 PARAM=_TYPES[self.param_type], GRAD=_TYPES[self.grad_type],
-                CHUNK=CHUNK, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False,
+                CHUNK=CHUNK, BLOCK=SMALL_BLOCK if state.exp_avg.dtype == torch.bfloat16 else BLOCK,
+                num_warps=NUM_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
         self.params = self.grads = ()
 
