@@ -97,8 +97,12 @@ def export(
 def bench(
     workloads: Annotated[list[str] | None, typer.Argument(help="names, or all; without any, they are listed")] = None,
     against: Annotated[
-        str, typer.Option(help="plain: Stretto without techniques. The others run the Hugging Face model; '': nobody")
-    ] = "plain,eager,compile,graphs",
+        str,
+        typer.Option(
+            help="hf: Hugging Face's model by stretto.accelerate; plain: Stretto without techniques; the others: "
+            "Hugging Face's model as it is; '': nobody"
+        ),
+    ] = "hf,plain,eager,compile,graphs",
     kernels: Annotated[
         bool, typer.Option("--kernels", help="single operations instead, all or these; takes --out alone")
     ] = False,

@@ -135,8 +135,8 @@ def draw_lengths(shape: LogNormal, size: int, random: np.random.Generator) -> In
 
 
 def _full_rows(workload: Workload) -> tuple[Int64s, Int64s]:
-    lengths = np.full(workload.rows, workload.length, np.int64)
-    return lengths, lengths
+    source, target = workload.source_length or workload.length, workload.length
+    return np.full(workload.rows, source, np.int64), np.full(workload.rows, target, np.int64)
 
 
 def _cut_corpus(workload: Workload, random: np.random.Generator) -> list[tuple[Int64s, Int64s]]:

@@ -30,6 +30,7 @@ from stretto.errors import ConfigError, StrettoError
 from stretto.runtime import Runtime, choose_device, describe_environment
 
 LIMIT_S = 1800.0  # a contestant that takes longer is stopped
+FUSED = ("stretto", "stretto hf")
 LEARNING_RATE = 1e-4  # low enough for every model to stay finite on random data
 TINY = "On a CPU: tiny models and batches instead of the named ones. These numbers say nothing about a GPU."
 
@@ -88,13 +89,11 @@ def _progress(console: Console) -> Progress:
 
 
 def choose_contestants(against: Sequence[str]) -> list[str]:
-    unknown = [mode for mode in against if mode not in ("plain", *MODES)]
+    names = {word: f"stretto {word}" for word in ("hf", "plain")} | {mode: f"hf {mode}" for mode in MODES}
+    unknown = [word for word in against if word not in names]
     if unknown:
-        raise ConfigError(
-            f"--against {unknown[0]}: must be some of plain, {', '.join(MODES)}, with commas between them"
-        )
-    plain = ["stretto plain"] if "plain" in against else []
-    return ["stretto", *plain, *(f"hf {mode}" for mode in MODES if mode in against)]
+        raise ConfigError(f"--against {unknown[0]}: must be some of {', '.join(names)}, with commas between them")
+    return ["stretto", *(name for word, name in names.items() if word in against)]
 
 
 def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> Job:
@@ -104,7 +103,7 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
         stem.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be a folder: {error.strerror}") from error
-    if contestant != "stretto":  # the only one that uses techniques
+    if contestant not in FUSED:  # the others use no techniques
         overrides = [override for override in overrides if not override.startswith(("techniques.", "train.graphs"))]
 
     def resolve(workload: Workload, graphs: bool) -> Config:
@@ -118,7 +117,7 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
     device = choose_device(config.run.device)
     graphs = device.type == "cuda" and config.techniques.fused is not None
     resolve(fit_to_device(WORKLOADS[name], device.type), graphs)
-    return Job(name, contestant, stem, device, find_obstacle(contestant, device))
+    return Job(name, contestant, stem, device, find_obstacle(WORKLOADS[name], contestant, device))
 
 
 def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> dict[str, Any]:
@@ -126,18 +125,20 @@ def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> di
     weights in two halves: exact, and not cast for each product."""
     data = _DATA[PRESETS[workload.model["preset"]]["kind"]]
     recipe = {"model": workload.model, "data": data, "optim": {"lr": LEARNING_RATE}, "train": {"compile": True}}
-    if contestant == "stretto":
+    if contestant in FUSED:
         # Weights and moments in 16 bits, as the others then have them; and where those count, so do activations.
         lean = {"weights": "bf16", "moments": "bf16", "recompute": True}
         exact = {"weights": "split" if graphs else "fp32"}  # a CPU computes in fp32
         recipe["techniques"] = {"fused": lean if workload.bf16_weights else exact}
-        recipe["train"] = {"graphs": "on" if graphs else "off"}
+        recipe["train"] = {"graphs": "on" if graphs and contestant == "stretto" else "off"}
     return recipe
 
 
-def find_obstacle(contestant: str, device: torch.device) -> str:
+def find_obstacle(workload: Workload, contestant: str, device: torch.device) -> str:
     """Why it cannot run here; empty if it can."""
-    if contestant.startswith("hf ") and importlib.util.find_spec("transformers") is None:
+    if workload.own and "hf" not in contestant:
+        return f"Stretto has no {workload.own['model_type']} of its own"
+    if "hf" in contestant and importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: pip install transformers"
     if contestant == "hf graphs" and device.type == "cpu":
         return "CUDA graphs need a GPU"

@@ -1,12 +1,13 @@
-"""What one would otherwise use: the Hugging Face model of the same shape, trained as its users do.
+"""The Hugging Face model of the same shape: as its users train it, and through `stretto.accelerate`.
 
-Fused AdamW, autocast over fp32 weights (or bf16 weights without it), SDPA attention, the model's own loss. Sequences
-of different lengths are padded and masked. The KV cache is off, which is the faster setting for training.
+Others: fused AdamW, autocast over fp32 weights (or bf16 weights without it), SDPA attention, the model's own loss. The
+KV cache is off, which is the faster setting for training. Accelerated: bf16 weights whose exact rest our optimizer
+keeps. Both read the same batches, where sequences of different lengths are padded and masked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -21,6 +22,7 @@ from stretto.bench.measure import Contestant
 from stretto.config import Config, ModelConfig
 from stretto.data.packing import find_slots, spread, to_tensor
 from stretto.errors import ConfigError
+from stretto.optim import build_optimizer, clip_gradients
 from stretto.step import autocast, resolve_precision
 
 # How each is compiled; None: not at all.
@@ -29,18 +31,12 @@ _ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "swiglu
 
 
 def build_peer(
-    config: Config, draws: Sequence[Draw], mode: str, device: torch.device, weights: torch.dtype
+    config: Config, own: Mapping[str, Any], draws: Sequence[Draw], mode: str, device: torch.device, weights: torch.dtype
 ) -> Contestant:
-    model = build_model(config.model, weights).to(device)
-    parameters = [p for p in model.parameters() if p.requires_grad]  # Marian's table of sines is not trained
-    theirs, ours = (
-        sum(p.numel() for p in some) for some in (parameters, stretto.model.build_model(config.model).parameters())
-    )
-    if theirs != ours:
-        raise ConfigError(f"Hugging Face's model has {theirs:,} parameters and Stretto's {ours:,}: not the same model")
+    model, parameters = _build(config, own, weights, device)
     options = MODES[mode]
     called: Any = model if options is None else torch.compile(model, **options)  # type: ignore[call-overload]
-    batches = [{name: t.to(device) for name, t in to_inputs(draw, config.model).items()} for draw in draws]
+    batches = _place(draws, config.model, device)
     cfg = config.optim
     optimizer = torch.optim.AdamW(
         parameters, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
@@ -62,7 +58,49 @@ def build_peer(
     return Contestant(step, parameters)
 
 
-def build_model(cfg: ModelConfig, weights: torch.dtype) -> nn.Module:
+def build_accelerated(
+    config: Config, own: Mapping[str, Any], draws: Sequence[Draw], device: torch.device
+) -> Contestant:
+    from stretto.hf import accelerate, report  # imports transformers
+
+    fused = config.techniques.fused
+    assert fused is not None
+    model, parameters = _build(config, own, torch.float32 if fused.weights == "fp32" else torch.bfloat16, device)
+    print(report(accelerate(model)), flush=True)
+    batches = _place(draws, config.model, device)
+    optimizer = build_optimizer(model, config.optim, fused)
+
+    def step(i: int) -> Tensor:
+        loss = model(**batches[i % len(batches)]).loss
+        loss.backward()
+        clip_gradients(model, optimizer, config.optim.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return Contestant(step, parameters)
+
+
+def _build(
+    config: Config, own: Mapping[str, Any], weights: torch.dtype, device: torch.device
+) -> tuple[nn.Module, list[nn.Parameter]]:
+    """The model, and what of it is trained: Marian's table of sines is not. `own` is its configuration where it has no
+    counterpart among our models."""
+    model = build_model(config.model, weights, own).to(device)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    theirs, ours = (
+        sum(p.numel() for p in some) for some in (parameters, stretto.model.build_model(config.model).parameters())
+    )
+    if theirs != ours and not own:
+        raise ConfigError(f"Hugging Face's model has {theirs:,} parameters and Stretto's {ours:,}: not the same model")
+    return model, parameters
+
+
+def _place(draws: Sequence[Draw], cfg: ModelConfig, device: torch.device) -> list[dict[str, Tensor]]:
+    return [{name: t.to(device) for name, t in to_inputs(draw, cfg).items()} for draw in draws]
+
+
+def build_model(cfg: ModelConfig, weights: torch.dtype, own: Mapping[str, Any]) -> nn.Module:
     """The stock class of this kind, with fresh weights, in training mode."""
     hf: Any = import_module("transformers")  # only where it is needed: it is large, and may be missing
     auto, shape = {
@@ -71,7 +109,8 @@ def build_model(cfg: ModelConfig, weights: torch.dtype) -> nn.Module:
         "encoder-decoder": (hf.AutoModelForSeq2SeqLM, _marian),
         "vit": (hf.AutoModelForImageClassification, _vit),
     }[cfg.kind]
-    model: nn.Module = auto.from_config(shape(hf, cfg), dtype=weights, attn_implementation="sdpa")
+    shaped = hf.AutoConfig.for_model(**own) if own else shape(hf, cfg)
+    model: nn.Module = auto.from_config(shaped, dtype=weights, attn_implementation="sdpa")
     return model.train()
 
 

@@ -39,11 +39,16 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
         precision = PRECISIONS[resolve_precision(config.train.precision, rt.device)]
         weights = torch.bfloat16 if workload.bf16_weights else torch.float32
         draws = draw_batches(workload, config.model)
+        counts = [count(draw) for draw in draws]
         if name.startswith("hf "):
             from stretto.bench.peers import build_peer
 
-            contestant = build_peer(config, draws, name.removeprefix("hf "), rt.device, weights)
-            counts = [count(draw) for draw in draws]
+            mode = name.removeprefix("hf ")
+            contestant = build_peer(config, workload.own, draws, mode, rt.device, weights)
+        elif name == "stretto hf":
+            from stretto.bench.peers import build_accelerated
+
+            contestant = build_accelerated(config, workload.own, draws, rt.device)
         else:
             contestant = build_ours(config, draws, rt, weights)
             counts = [form(draw, config).counts for draw in draws]

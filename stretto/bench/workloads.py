@@ -8,7 +8,7 @@ nothing about a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stretto.errors import ConfigError
@@ -34,12 +34,16 @@ class Workload:
     budget: int = 0  # translation: most positions in a batch, with padding, on either side
     num_batches: int = 4  # different ones, used in turn
     bf16_weights: bool = False  # where others are fp32 and cast for each product
+    source_length: int = 0  # tokens an encoder reads of each row; 0: `length`
+    own: dict[str, Any] = field(default_factory=dict)  # Hugging Face's configuration of a model that Stretto has not:
+    # `model` then has the same sizes, and is there to count FLOPs and draw batches
 
 
 _GPT2 = {"vocab": 50304, "dropout": 0.0, "attention_dropout": 0.0}
 _GPT2_SMALL = {"preset": "gpt2-small", **_GPT2}
 _BERT_LARGE = {"preset": "bert-large", "vocab": 30528}
 _BIG = {"preset": "transformer-big", "vocab": 40960, "label_smoothing": 0.0}
+_T5_BASE = {"preset": "transformer-big", "layers": 12, "width": 768, "heads": 12, "mlp_width": 3072, "vocab": 32128}
 _SENTENCES = LogNormal(24, 0.6, 4, 200)
 
 WORKLOADS = {
@@ -68,6 +72,11 @@ WORKLOADS = {
     "bert_large_8x128": Workload("BERT large, 8 x 128: the host is the limit", _BERT_LARGE, 8, 128),
     "gpt2_small_1x1024": Workload("GPT-2 small, 1 x 1024: the host is the limit", _GPT2_SMALL, 1, 1024),
     "vit_base_256": Workload("ViT-B/16, 256 images of 224 pixels", {"preset": "vit-base"}, 256),
+    "t5_base_64x512": Workload(
+        "T5-base, 64 pairs of 512 and 128 tokens, by Hugging Face and accelerated",
+        _T5_BASE, 64, 128, source_length=512, own={"model_type": "t5", "vocab_size": 32128, "d_model": 768,
+        "d_ff": 3072, "num_layers": 12, "num_heads": 12, "use_cache": False, "decoder_start_token_id": 0},
+    ),
 }  # fmt: skip
 
 
@@ -97,4 +106,7 @@ def fit_to_device(workload: Workload, device_type: str) -> Workload:
         budget=min(workload.budget, 1024),
         num_batches=2,
         bf16_weights=False,
+        source_length=min(workload.source_length, 96),
+        own=workload.own
+        and workload.own | {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 512},
     )
