@@ -96,7 +96,7 @@ def _let_memory_grow() -> None:
     """Segments that grow instead of new ones beside them: batches of many shapes then share the same memory. Who has
     set up torch's allocator keeps that."""
     if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def choose_device(name: str = "auto") -> torch.device:

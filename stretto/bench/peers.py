@@ -86,7 +86,8 @@ def _build(
 ) -> tuple[nn.Module, list[nn.Parameter]]:
     """The model, and what of it is trained: Marian's table of sines is not. `own` is its configuration where it has no
     counterpart among our models."""
-    model = build_model(config.model, weights, own).to(device)
+    with device:  # a large one takes a CPU long to draw
+        model = build_model(config.model, weights, own)
     parameters = [p for p in model.parameters() if p.requires_grad]
     theirs, ours = (
         sum(p.numel() for p in some) for some in (parameters, stretto.model.build_model(config.model).parameters())

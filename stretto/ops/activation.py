@@ -32,6 +32,7 @@ from torch import Tensor
 
 from stretto.ops.dropout import dropout_ref, keeps, row_words
 from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.op import define
 from stretto.ops.sums import launch_sums
 
 KINDS = ("gelu", "gelu_tanh", "relu", "swiglu")
@@ -329,7 +330,7 @@ def _dbias_dtype(kept: Tensor, bias: Tensor | None) -> torch.dtype:
     return wide_dtype(kept.dtype) if bias is None else bias.dtype
 
 
-@torch.library.custom_op("stretto::activate", mutates_args=(), device_types="cpu")
+@define("activate", "cpu")
 def _activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
     return (launch_activate if INTERPRET else activate_ref)(x, bias, kind, p, key)
 
@@ -342,7 +343,7 @@ def _(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -
     return x.new_empty(x.shape[0], x.shape[1] // 2 if kind == "swiglu" else x.shape[1])
 
 
-@torch.library.custom_op("stretto::activate_backward", mutates_args=(), device_types="cpu")
+@define("activate_backward", "cpu")
 def _activate_backward(
     dh: Tensor,
     kept: Tensor,

@@ -53,6 +53,7 @@ from torch import Tensor
 
 from stretto.ops.dropout import mix, mix_ref, row_words
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.op import define
 
 MOST_CHANNELS = 128  # of a head
 _WORD = 0xFFFFFFFF
@@ -838,7 +839,7 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tupl
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-@torch.library.custom_op("stretto::attention", mutates_args=(), device_types="cpu")
+@define("attention", "cpu")
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -867,7 +868,7 @@ def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _new_outputs(q, others[-1])
 
 
-@torch.library.custom_op("stretto::attention_backward", mutates_args=(), device_types="cpu")
+@define("attention_backward", "cpu")
 def _attention_backward(
     dout: Tensor,
     q: Tensor,

@@ -42,6 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, product_dtype, tl, wide, wide_dtype
+from stretto.ops.op import define
 
 LOG2_E = tl.constexpr(1.4426950408889634) if tl else None
 CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # of logits
@@ -307,7 +308,7 @@ def _has_kernel(logits: Tensor) -> bool:
     return (logits.is_cuda or INTERPRET) and logits.dtype != torch.float64
 
 
-@torch.library.custom_op("stretto::cross_entropy", mutates_args=())
+@define("cross_entropy")
 def _cross_entropy(
     logits: Tensor, labels: Tensor, smoothing: float, ignore: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
@@ -321,7 +322,7 @@ def _(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, z_loss: flo
     return logits.new_empty((), dtype=dtype), logits.new_empty(logits.shape[0], 2, dtype=dtype)
 
 
-@torch.library.custom_op("stretto::cross_entropy_backward", mutates_args=())
+@define("cross_entropy_backward")
 def _cross_entropy_backward(
     dloss: Tensor, logits: Tensor, labels: Tensor, stats: Tensor, smoothing: float, ignore: int, z_loss: float
 ) -> Tensor:
@@ -431,7 +432,7 @@ def run_chunks(
     return loss, dx, dweight, dbias
 
 
-_linear_cross_entropy = torch.library.custom_op("stretto::linear_cross_entropy", run_chunks, mutates_args=())
+_linear_cross_entropy = define("linear_cross_entropy")(run_chunks)
 
 
 @_linear_cross_entropy.register_fake
@@ -470,7 +471,7 @@ def launch_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return scaled
 
 
-@torch.library.custom_op("stretto::scale_gradient", mutates_args=())
+@define("scale_gradient")
 def _scale_gradient(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * by, rounded to dtype once, in one pass; torch's own kernel for two dtypes does not vectorise. A scalar
     tensor would be rounded to the gradient's dtype before the product; a vector of one element makes the product as

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, tl
+from stretto.ops.op import define
 
 _WORD = 0xFFFFFFFF
 
 
-@torch.library.custom_op("stretto::draw_keys", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@define("draw_keys", tags=[torch.Tag.nondeterministic_seeded])
 def draw_keys(like: Tensor, count: int) -> Tensor:
     """New keys [count, 2], int64, from torch's generator of the device of `like`. An op of its own, so that compiled
     code draws the same keys as eager code. A compiler may merge two calls with equal arguments: `like` should be a
@@ -114,7 +115,7 @@ def launch_dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     return y
 
 
-@torch.library.custom_op("stretto::dropout", mutates_args=(), device_types="cpu")
+@define("dropout", "cpu")
 def _dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
     return launch_dropout(x, p, key) if INTERPRET else dropout_ref(x, p, key)
 

@@ -45,6 +45,7 @@ from torch import Tensor
 from stretto.ops.dropout import dropout, dropout_ref, keeps, row_words
 from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.norm import norm_ref, normalized_ref, stats_ref
+from stretto.ops.op import define
 from stretto.ops.sums import launch_sums
 
 # What is looked up: ids, token, positions, position, types, token_type. Without a table its ids are None too; without
@@ -376,7 +377,7 @@ def launch_add_by_id(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype
     return table
 
 
-@torch.library.custom_op("stretto::embed", mutates_args=(), device_types="cpu")
+@define("embed", "cpu")
 def _embed(
     ids: Tensor,
     token: Tensor,
@@ -418,7 +419,7 @@ def _(ids: Tensor, token: Tensor, *others: Any) -> Tensor:
     return token.new_empty(ids.shape[0], token.shape[1], dtype=others[-1])
 
 
-@torch.library.custom_op("stretto::embed_backward", mutates_args=(), device_types="cpu")
+@define("embed_backward", "cpu")
 def _embed_backward(
     dy: Tensor,
     ids: Tensor,
@@ -450,7 +451,7 @@ def _(dy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return dy.new_empty(dy.shape), sums
 
 
-@torch.library.custom_op("stretto::add_by_id", mutates_args=(), device_types="cpu")
+@define("add_by_id", "cpu")
 def _add_by_id(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype: torch.dtype) -> Tensor:
     return (launch_add_by_id if INTERPRET else add_by_id_ref)(dx, ids, num_rows, scale, dtype)
 

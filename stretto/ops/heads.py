@@ -44,6 +44,7 @@ from stretto.ops.language import (
     wide,
 )
 from stretto.ops.linear import linear_gradients
+from stretto.ops.op import define
 from stretto.ops.sums import launch_sums
 
 ROTATED = 2  # parts, the first ones: queries and keys
@@ -238,7 +239,7 @@ def _new_merged(parts: list[Tensor], sums: torch.dtype | None) -> tuple[Tensor, 
     return parts[0].new_empty(parts[0].shape[0], width), total
 
 
-@torch.library.custom_op("stretto::project_heads", mutates_args=())
+@define("project_heads")
 def _project(
     x: Tensor, weight: Tensor, bias: Tensor | None, size: int, rotated: int, cos: Tensor | None, sin: Tensor | None
 ) -> Tensor:
@@ -259,7 +260,7 @@ def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@torch.library.custom_op("stretto::merge_heads", mutates_args=(), device_types="cpu")
+@define("merge_heads", "cpu")
 def _merge(
     parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.language import product_dtype
+from stretto.ops.op import define
 
 FEW = 2048  # tokens
 
@@ -45,7 +46,7 @@ def linear_backward(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Te
     return dx, dweight
 
 
-_linear_backward = torch.library.custom_op("stretto::linear_backward", linear_backward, mutates_args=())
+_linear_backward = define("linear_backward")(linear_backward)
 
 
 @_linear_backward.register_fake
@@ -80,7 +81,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("stretto::linears", mutates_args=())
+@define("linears")
 def _linears(x: Tensor, weights: list[Tensor]) -> Tensor:
     out = x.new_empty(x.shape[0], sum(len(weight) for weight in weights))
     for part, weight in zip(out.split([len(weight) for weight in weights], dim=1), weights, strict=True):
@@ -93,7 +94,7 @@ def _(x: Tensor, weights: list[Tensor]) -> Tensor:
     return x.new_empty(x.shape[0], sum(len(weight) for weight in weights))
 
 
-@torch.library.custom_op("stretto::linears_backward", mutates_args=())
+@define("linears_backward")
 def _linears_backward(dout: Tensor, x: Tensor, weights: list[Tensor], need_x: bool) -> list[Tensor]:
     """dx, if needed, then those of the weights."""
     parts = dout.split([len(weight) for weight in weights], dim=1)

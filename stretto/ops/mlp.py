@@ -24,7 +24,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,6 +36,7 @@ from stretto.ops.activation import (
 )
 from stretto.ops.language import INTERPRET, product_dtype, wide_dtype
 from stretto.ops.linear import linear_backward
+from stretto.ops.op import define
 
 
 def mlp_ref(
@@ -61,7 +61,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
-@torch.library.custom_op("stretto::mlp", mutates_args=())
+@define("mlp")
 def _mlp(
     x: Tensor,
     up_weight: Tensor,
@@ -103,7 +103,7 @@ def _(
     )
 
 
-@torch.library.custom_op("stretto::mlp_backward", mutates_args=())
+@define("mlp_backward")
 def _mlp_backward(
     dout: Tensor,
     x: Tensor,

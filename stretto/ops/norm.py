@@ -37,6 +37,7 @@ from torch import Tensor
 
 from stretto.ops.dropout import dropout_ref, keeps, row_words
 from stretto.ops.language import INTERPRET, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.op import define
 from stretto.ops.sums import launch_sums
 
 MAX_WIDTH = 16384  # a row, and in backward three sums as wide, must fit into the registers of one program
@@ -351,7 +352,7 @@ def new_gradients(
     return inputs, [stream.new_empty(stream.shape[1], dtype=dtype) for dtype in dtypes]
 
 
-@torch.library.custom_op("stretto::add_norm", mutates_args=(), device_types="cpu")
+@define("add_norm", "cpu")
 def _add_norm(
     branch: Tensor | None,
     residual: Tensor,
@@ -392,7 +393,7 @@ def _(
     return new_outputs(branch, residual, rms)
 
 
-@torch.library.custom_op("stretto::norm_backward", mutates_args=(), device_types="cpu")
+@define("norm_backward", "cpu")
 def _norm_backward(
     dy: Tensor | None,
     dstream: Tensor | None,

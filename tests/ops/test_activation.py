@@ -160,10 +160,13 @@ def test_op(kind: str) -> None:
     x, bias = rand(3, width(kind, 10)), rand(width(kind, 10), seed=1)
     dh, want_h = rand(3, 10, seed=2), kind != "relu"
     kept = x if want_h else activate(x, bias, kind, 0.2, KEY)
-    assert_op(family._activate, (x.requires_grad_(), bias.requires_grad_(), kind, 0.2, KEY))
-    assert_op(family._activate, (rand(width(kind, 10), 3).t().requires_grad_(), None, kind, 0.0, None))
-    assert_op(family._activate_backward, (dh, kept.detach(), bias.detach(), kind, 0.2, KEY, want_h, True))
-    assert_op(family._activate_backward, (dh.bfloat16(), kept.detach().bfloat16(), None, kind, 0.0, None, False, False))
+    assert_op(family._activate.overload, (x.requires_grad_(), bias.requires_grad_(), kind, 0.2, KEY))
+    assert_op(family._activate.overload, (rand(width(kind, 10), 3).t().requires_grad_(), None, kind, 0.0, None))
+    assert_op(family._activate_backward.overload, (dh, kept.detach(), bias.detach(), kind, 0.2, KEY, want_h, True))
+    assert_op(
+        family._activate_backward.overload,
+        (dh.bfloat16(), kept.detach().bfloat16(), None, kind, 0.0, None, False, False),
+    )
     assert_compiles(lambda x, bias: activate(x, bias, kind, 0.2, KEY), [x.detach(), bias.detach()])
 
 

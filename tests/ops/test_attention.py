@@ -224,11 +224,11 @@ def test_op(length: int, p: float, far: int) -> None:
     q, k, v, *more = (t.detach().requires_grad_() for t in build_case([length, 0, 3], heads=(2, 1), bias=far)[2])
     offsets, bias = ends([length, 0, 3]), more[0] if more else None
     args = (q, k, v, bias, offsets, offsets, length, length, True, 0.5, p, KEY if p else None)
-    assert_op(family._attention, args)
+    assert_op(family._attention.overload, args)
     out, lse, words = family._attention(*args)
     kept = [None if t is None else t.detach() for t in (q, k, v, bias, out, lse)]
     dout = rand(*out.shape).transpose(0, 1).contiguous().transpose(0, 1)
-    assert_op(family._attention_backward, (dout, *kept, words, offsets, offsets, length, length, True, 0.5, p))
+    assert_op(family._attention_backward.overload, (dout, *kept, words, offsets, offsets, length, length, True, 0.5, p))
 
 
 @pytest.mark.parametrize("length", [20, 40])

@@ -276,15 +276,17 @@ def test_fp32_weight_of_bf16_activations() -> None:
 def test_ops() -> None:
     labels = draw_labels(5, 7)
     z = rand(5, 7)
-    assert_op(family._cross_entropy, (z.clone().requires_grad_(), labels, 0.1, -100, 0.01))
-    assert_op(family._cross_entropy, (rand(7, 5).t().requires_grad_(), labels, 0.1, -100, 0.0))
+    assert_op(family._cross_entropy.overload, (z.clone().requires_grad_(), labels, 0.1, -100, 0.01))
+    assert_op(family._cross_entropy.overload, (rand(7, 5).t().requires_grad_(), labels, 0.1, -100, 0.0))
     stats = family._cross_entropy(z, labels, 0.1, -100, 0.0)[1]
     for logits in (z, rand(7, 5).t()):
-        assert_op(family._cross_entropy_backward, (z.sum(), logits, labels, stats, 0.1, -100, 0.0))
-    assert_op(family._scale_gradient, (z, z.sum(), torch.bfloat16))
+        assert_op(family._cross_entropy_backward.overload, (z.sum(), logits, labels, stats, 0.1, -100, 0.0))
+    assert_op(family._scale_gradient.overload, (z, z.sum(), torch.bfloat16))
     x, weight, bias = (t.requires_grad_() for t in head(5, 7))
-    assert_op(family._linear_cross_entropy, (x, weight, bias, labels, 0.1, -100, 0.01, True, True, True))
-    assert_op(family._linear_cross_entropy, (x, weight.detach(), None, labels, 0.1, -100, 0.0, True, False, False))
+    assert_op(family._linear_cross_entropy.overload, (x, weight, bias, labels, 0.1, -100, 0.01, True, True, True))
+    assert_op(
+        family._linear_cross_entropy.overload, (x, weight.detach(), None, labels, 0.1, -100, 0.0, True, False, False)
+    )
 
 
 def test_compiles() -> None:

@@ -252,13 +252,16 @@ def test_ops() -> None:
     token, position, token_type, weight, bias = tables
     tail = (1e-5, False, 0.2, KEY)
     assert_op(
-        family._embed, (ids, token, at, position, kinds, token_type, 2.0, weight, bias, *tail, torch.bfloat16)
+        family._embed.overload, (ids, token, at, position, kinds, token_type, 2.0, weight, bias, *tail, torch.bfloat16)
     )  # fmt: skip
-    assert_op(family._embed, (ids, token, None, None, None, token_type, 1.0, None, None, *tail, torch.float32))
+    assert_op(family._embed.overload, (ids, token, None, None, None, token_type, 1.0, None, None, *tail, torch.float32))
     detached = [t.detach() for t in tables]
     token, position, token_type, weight, bias = detached
-    assert_op(family._embed_backward, (rand(8, 9).t(), ids, token, at, position, kinds, token_type, 2.0, weight, *tail))
-    assert_op(family._add_by_id, (rand(8, 9).t(), ids, 11, 2.0, torch.bfloat16))
+    assert_op(
+        family._embed_backward.overload,
+        (rand(8, 9).t(), ids, token, at, position, kinds, token_type, 2.0, weight, *tail),
+    )
+    assert_op(family._add_by_id.overload, (rand(8, 9).t(), ids, 11, 2.0, torch.bfloat16))
 
 
 @pytest.mark.parametrize("options", [{}, {"types": "none", "norm": "absent"}], ids=str)

@@ -219,11 +219,11 @@ def test_results_repeat_bit_for_bit() -> None:
 
 def test_ops() -> None:
     cos, sin = angles(5, 8)
-    assert_op(family._project, (rand(5, 12), rand(32, 12), rand(32), 8, 3, cos, sin))
-    assert_op(family._project, (rand(12, 5).t(), rand(12, 32).t(), None, 8, 3, None, None))
+    assert_op(family._project.overload, (rand(5, 12), rand(32, 12), rand(32), 8, 3, cos, sin))
+    assert_op(family._project.overload, (rand(12, 5).t(), rand(12, 32).t(), None, 8, 3, None, None))
     parts = [rand(2, 5, 8).transpose(0, 1), rand(5, 1, 8), rand(5, 1, 8)]
-    assert_op(family._merge, (parts, cos, sin, torch.float32))
-    assert_op(family._merge, (parts, None, None, None))
+    assert_op(family._merge.overload, (parts, cos, sin, torch.float32))
+    assert_op(family._merge.overload, (parts, None, None, None))
 
 
 @traces_function

@@ -162,12 +162,12 @@ def test_op(kind: str) -> None:
     args = arguments(kind)
     for recompute in (False, True):
         leaves = [t.clone().requires_grad_() for t in args]
-        assert_op(family._mlp, (*leaves, kind, 0.2, KEY, recompute))
+        assert_op(family._mlp.overload, (*leaves, kind, 0.2, KEY, recompute))
     kept, h = family._mlp(*args, kind, 0.2, KEY, True)[1:]
     backward = (rand(7, 12, seed=100), *args[:4], kept, h, kind, 0.2, KEY, True)
-    assert_op(family._mlp_backward, (*backward, [True] * 5))
-    assert_op(family._mlp_backward, (*backward, [True, False, False, False, False]))
-    assert_op(family._mlp_backward, (*backward, [False, False, False, True, True]))
+    assert_op(family._mlp_backward.overload, (*backward, [True] * 5))
+    assert_op(family._mlp_backward.overload, (*backward, [True, False, False, False, False]))
+    assert_op(family._mlp_backward.overload, (*backward, [False, False, False, True, True]))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])

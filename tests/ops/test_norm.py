@@ -185,15 +185,16 @@ def test_op(rms: bool, p: float) -> None:
     key = KEY if p > 0 else None
     branch, residual, branch_bias, weight, shift = (t.requires_grad_() for t in tensors(3, 20))
     for post in (False, True):
-        assert_op(family._add_norm, (branch, residual, branch_bias, weight, shift, EPS, rms, p, key, post))
+        assert_op(family._add_norm.overload, (branch, residual, branch_bias, weight, shift, EPS, rms, p, key, post))
     turned = [rand(20, 3, seed=seed).t().requires_grad_() for seed in (1, 2)]
-    assert_op(family._add_norm, (*turned, None, weight, None, EPS, rms, p, key, False))
-    assert_op(family._add_norm, (None, residual, None, weight, shift, EPS, rms, 0.0, None, False))
+    assert_op(family._add_norm.overload, (*turned, None, weight, None, EPS, rms, p, key, False))
+    assert_op(family._add_norm.overload, (None, residual, None, weight, shift, EPS, rms, 0.0, None, False))
     _, stream, stats = (t.detach() for t in family._add_norm(*turned, None, weight, None, EPS, rms, p, key, False))
     saved, dtypes = (stream, stats, weight.detach()), (torch.float32, torch.bfloat16, None)
     for dy, dstream in ((stream, stream.t().contiguous().t()), (stream, None), (None, stream)):
         assert_op(
-            family._norm_backward, (dy, dstream, *saved, *(dtypes if dy is not None else (None,) * 3), p, key, False)
+            family._norm_backward.overload,
+            (dy, dstream, *saved, *(dtypes if dy is not None else (None,) * 3), p, key, False),
         )
 
 
