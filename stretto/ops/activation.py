@@ -1,14 +1,16 @@
 """Bias, activation and dropout between the two matrix products of an MLP: one pass forward, one backward.
 
-    h = dropout(act(x + bias))      x [T, I] or, for swiglu, [T, 2I]; bias [I] or [2I]; h [T, I]
+    h = dropout(act(x + bias))      x [T, I] or, for gated kinds, [T, 2I]; bias [I] or [2I]; h [T, I]
 
 Every smooth kind is a value times a gate between 0 and 1, act(x) = x s(x), with act'(x) = s(x) + x s'(x):
 
     gelu       s = (1 + erf(x / sqrt 2)) / 2                                   s' = exp(-x^2 / 2) / sqrt(2 pi)
     gelu_tanh  s = (1 + tanh u) / 2 = sigmoid(2 u),                            s' = s (1 - s) 2 u'
                u = sqrt(2 / pi) (x + 0.044715 x^3)
-    swiglu     s = sigmoid; x is a gate a and a value b: h = dropout(a s(a) b) s' = s (1 - s)
+    silu       s = sigmoid                                                     s' = s (1 - s)
     relu       act(x) = max(x, 0)
+
+In a gated kind, x is a gate a and next to it a value b: swiglu is silu(a) b, geglu is gelu_tanh(a) b.
 
 The sigmoid form of gelu_tanh never subtracts nearly equal numbers, and needs no tanh. All of it is computed in fp32
 and rounded once, forward and backward (fp64 inputs: in fp64 on a CPU).
@@ -19,7 +21,7 @@ did not keep it, with the very bits of the forward pass; and dbias, the column s
 are deterministic: each program walks down its own rows of one block of columns with fp32 accumulators, and one line per
 program is added up at the end, without atomics.
 
-Traffic in bf16: 4 bytes an element of h forward (swiglu 6), 6 backward (swiglu 10), 2 more where h is wanted.
+Traffic in bf16: 4 bytes an element of h forward (gated 6), 6 backward (gated 10), 2 more where h is wanted.
 """
 
 from __future__ import annotations
@@ -35,18 +37,17 @@ from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of
 from stretto.ops.op import define
 from stretto.ops.sums import launch_sums
 
-KINDS = ("gelu", "gelu_tanh", "relu", "swiglu")
+GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what a gated kind does to its gate
+KINDS = ("gelu", "gelu_tanh", "relu", "silu", *GATES)
 
 
 def activate_ref(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
     y = _add_bias(x, bias)
-    if kind == "swiglu":
+    if kind in GATES:
         gate, value = y.chunk(2, dim=1)
-        h = F.silu(gate) * value
-    elif kind == "relu":
-        h = F.relu(y)
+        h = _act(gate, GATES[kind]) * value
     else:
-        h = F.gelu(y, approximate=_approximation(kind))
+        h = _act(y, kind)
     return _drop(h, p, key).to(x.dtype).contiguous()
 
 
@@ -66,11 +67,11 @@ def activate_backward_ref(
         dx = torch.where(kept <= 0, 0.0, dy / (1 - p))
     else:
         dy, y = _drop(dy, p, key), _add_bias(kept, bias)
-        if kind == "swiglu":
+        if kind in GATES:
             gate, value = y.chunk(2, dim=1)
-            dx = torch.cat([torch.ops.aten.silu_backward(dy * value, gate), dy * F.silu(gate)], dim=1)
+            dx = torch.cat([_act_backward(dy * value, gate, GATES[kind]), dy * _act(gate, GATES[kind])], dim=1)
         else:
-            dx = torch.ops.aten.gelu_backward(dy, y, approximate=_approximation(kind))
+            dx = _act_backward(dy, y, kind)
     h = activate_ref(kept, bias, kind, p, key) if want_h else kept.new_empty(0)
     dbias = dx.sum(0).to(_dbias_dtype(kept, bias)) if want_dbias else dx.new_empty(0)
     return dx.to(kept.dtype).contiguous(), h, dbias
@@ -82,6 +83,21 @@ def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 def _drop(h: Tensor, p: float, key: Tensor | None) -> Tensor:
     return h if key is None or p == 0.0 else dropout_ref(h, p, key)
+
+
+def _act(x: Tensor, kind: str) -> Tensor:
+    if kind == "relu":
+        return F.relu(x)
+    return F.silu(x) if kind == "silu" else F.gelu(x, approximate=_approximation(kind))
+
+
+def _act_backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    dx: Tensor = (
+        torch.ops.aten.silu_backward(dy, x)
+        if kind == "silu"
+        else torch.ops.aten.gelu_backward(dy, x, approximate=_approximation(kind))
+    )
+    return dx
 
 
 def _approximation(kind: str) -> str:
@@ -149,7 +165,8 @@ def _activate_kernel(
     rows,
     cols,
     x_stride,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr,  # of a gated one, what is done to the gate
+    GATED: tl.constexpr,
     P: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -166,7 +183,7 @@ def _activate_kernel(
     else:
         s, _ = gate_of(x, KIND)
         h = x * s
-    if KIND == "swiglu":
+    if GATED:
         value = tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32)
         h *= value + _load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
     if P > 0:
@@ -190,6 +207,7 @@ def _activate_backward_kernel(
     kept_stride,
     dx_stride,
     KIND: tl.constexpr,
+    GATED: tl.constexpr,
     P: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WANT_H: tl.constexpr,
@@ -201,7 +219,7 @@ def _activate_backward_kernel(
     col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     bias = _load_bias(bias_ptr, col, cols, HAS_BIAS)
     sums = tl.zeros([1, BLOCK_C], tl.float32)
-    if KIND == "swiglu":
+    if GATED:
         value_bias = _load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
         value_sums = tl.zeros([1, BLOCK_C], tl.float32)
     for start in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
@@ -221,7 +239,7 @@ def _activate_backward_kernel(
             if P > 0:
                 keep = survives(key_ptr, row, col, P)
                 dy = tl.where(keep, dy * scale, 0.0)
-            if KIND == "swiglu":
+            if GATED:
                 value = tl.load(kept_at + cols, mask=inside, other=0.0).to(tl.float32) + value_bias
                 dvalue = dy * y
                 y *= value
@@ -238,27 +256,27 @@ def _activate_backward_kernel(
         if WANT_DBIAS:
             sums += tl.sum(dx, 0, keep_dims=True)
     if WANT_DBIAS:
-        width = 2 * cols if KIND == "swiglu" else cols
+        width = 2 * cols if GATED else cols
         sums_at = sums_ptr + tl.program_id(0) * width + col
         tl.store(sums_at, sums, mask=col < cols)
-        if KIND == "swiglu":
+        if GATED:
             tl.store(sums_at + cols, value_sums, mask=col < cols)
 
 
-def _block_shape(cols: int, kind: str) -> tuple[int, int]:
+def _block_shape(cols: int, gated: bool) -> tuple[int, int]:
     """Rows and columns of a block. 1024 columns are the 128 threads of a program with one 16-byte load of bf16 each: a
-    thread owns whole columns and sums them without asking its neighbours. Two rows, or the two halves of one for
-    swiglu, keep several loads in flight with few enough registers for five or six programs on a multiprocessor. A
-    narrow tensor gets more rows instead."""
+    thread owns whole columns and sums them without asking its neighbours. Two rows, or the two halves of one
+    where there is a gate, keep several loads in flight with few enough registers for five or six programs on a
+    multiprocessor. A narrow tensor gets more rows instead."""
     block_c = min(next_power_of_2(cols), 1024)
-    return (1024 if kind == "swiglu" else 2048) // block_c, block_c
+    return (1024 if gated else 2048) // block_c, block_c
 
 
 def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
     x = dense_rows(x)
-    rows, cols = x.shape[0], x.shape[1] // 2 if kind == "swiglu" else x.shape[1]
-    h = x.new_empty(rows, cols)
-    block_r, block_c = _block_shape(cols, kind)
+    h = _new_h(x, kind)
+    rows, cols = h.shape
+    block_r, block_c = _block_shape(cols, kind in GATES)
     if h.numel():
         _activate_kernel[(cdiv(rows, block_r), cdiv(cols, block_c))](
             x,
@@ -268,7 +286,8 @@ def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Te
             rows,
             cols,
             x.stride(0),
-            KIND=kind,
+            KIND=GATES.get(kind, kind),
+            GATED=kind in GATES,
             P=0.0 if key is None else p,
             HAS_BIAS=bias is not None,
             BLOCK_R=block_r,
@@ -291,9 +310,9 @@ def launch_activate_backward(
     """`overwrite_dh` puts dx where dh was, if they have one shape: for a caller to whom dh is a temporary."""
     dh, kept = dense_rows(dh), dense_rows(kept)
     rows, cols = dh.shape
-    dx = dh if overwrite_dh and kind != "swiglu" else kept.new_empty(kept.shape)
+    dx = dh if overwrite_dh and kind not in GATES else kept.new_empty(kept.shape)
     h = kept.new_empty((rows, cols) if want_h else 0)
-    block_r, block_c = _block_shape(cols, kind)
+    block_r, block_c = _block_shape(cols, kind in GATES)
     column_blocks, groups = cdiv(cols, block_c), cdiv(rows, block_r)
     if want_dbias:  # few programs with many rows each; otherwise as many as there are blocks
         groups = min(groups, cdiv(6 * num_processors(dh.device), max(column_blocks, 1)))
@@ -313,7 +332,8 @@ def launch_activate_backward(
             dh.stride(0),
             kept.stride(0),
             dx.stride(0),
-            KIND=kind,
+            KIND=GATES.get(kind, kind),
+            GATED=kind in GATES,
             P=0.0 if key is None else p,
             HAS_BIAS=bias is not None,
             WANT_H=want_h,
@@ -324,6 +344,10 @@ def launch_activate_backward(
     if want_dbias:
         launch_sums(sums[:, None], [dbias])
     return dx, h, dbias
+
+
+def _new_h(x: Tensor, kind: str) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2 if kind in GATES else x.shape[1])
 
 
 def _dbias_dtype(kept: Tensor, bias: Tensor | None) -> torch.dtype:
@@ -340,7 +364,7 @@ _activate.register_kernel("cuda")(launch_activate)
 
 @_activate.register_fake
 def _(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // 2 if kind == "swiglu" else x.shape[1])
+    return _new_h(x, kind)
 
 
 @define("activate_backward", "cpu")
@@ -397,11 +421,11 @@ _activate.register_autograd(_backward, setup_context=_save)
 
 
 def activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    """dropout(act(x + bias)), [T, I], for x [T, I], or [T, 2I] for swiglu (gate, then value). `key` [2] is needed where
-    p > 0."""
+    """dropout(act(x + bias)), [T, I], for x [T, I], or [T, 2I] for a gated kind (gate, then value). `key` [2] is needed
+    where p > 0."""
     check_activation(kind, p, key)
-    if x.ndim != 2 or (kind == "swiglu" and x.shape[1] % 2):
-        raise ValueError(f"{kind} takes [tokens, {'2 * ' if kind == 'swiglu' else ''}width], not {list(x.shape)}")
+    if x.ndim != 2 or (kind in GATES and x.shape[1] % 2):
+        raise ValueError(f"{kind} takes [tokens, {'2 * ' if kind in GATES else ''}width], not {list(x.shape)}")
     if bias is not None and bias.shape != x.shape[1:]:
         raise ValueError(f"the bias of {list(x.shape)} is [{x.shape[1]}], not {list(bias.shape)}")
     return _activate(x, bias, kind, p, key if p > 0.0 else None)

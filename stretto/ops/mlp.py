@@ -2,7 +2,7 @@
 
     out = dropout(act(x @ up_weight^T + up_bias)) @ down_weight^T + down_bias
 
-Shapes: T tokens, C width, I inner width. x, out [T, C]; up_weight [I, C], or [2I, C] for swiglu; down_weight [C, I].
+Shapes: T tokens, C width, I inner width. x, out [T, C]; up_weight [I, C], or [2I, C] with a gate; down_weight [C, I].
 
 Why one operation: autograd sees only its ends, so what happens between them can be arranged. The bias in front of the
 activation is added by its kernel, unrounded, and its gradient falls out of the backward kernel; the gradient of h is a
@@ -12,7 +12,8 @@ with and without.
 
 Kept for backward, bytes per token in a 16-bit type, next to the weights (plain torch in brackets, with dropout):
 
-                     gelu, gelu_tanh      relu                swiglu
+                     gelu, gelu_tanh,     relu                swiglu, geglu
+                     silu
     recompute        2C + 2I              2C + 2I             2C + 4I
     otherwise        2C + 4I  [2C + 5I]   2C + 2I  [2C + 5I]  2C + 6I  [2C + 9I]
 
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.activation import (
+    GATES,
     activate_backward_ref,
     activate_ref,
     check_activation,
@@ -215,10 +217,10 @@ def mlp(
     wider; their gradients have their own dtype. `key` [2] is needed where p > 0."""
     check_activation(kind, p, key)
     inner = down_weight.shape[-1]
-    up_rows = 2 * inner if kind == "swiglu" else inner
+    up_rows = 2 * inner if kind in GATES else inner
     if x.ndim != 2 or down_weight.ndim != 2 or up_weight.shape != (up_rows, x.shape[1]):
         shapes = ", ".join(str(list(t.shape)) for t in (x, up_weight, down_weight))
-        wide = "2 * inner" if kind == "swiglu" else "inner"
+        wide = "2 * inner" if kind in GATES else "inner"
         raise ValueError(f"{kind} takes x [tokens, width], up [{wide}, width], down [width, inner], not {shapes}")
     for name, bias, weight in ("up", up_bias, up_weight), ("down", down_bias, down_weight):
         if bias is not None and bias.shape != weight.shape[:1]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import activation as family
-from stretto.ops.activation import KINDS, activate, activate_ref
+from stretto.ops.activation import GATES, KINDS, activate, activate_ref
 from stretto.ops.dropout import hash_ref
 from tests.ops.checks import (
     DEVICE,
@@ -31,7 +31,7 @@ SMOOTH = [kind for kind in KINDS if kind != "relu"]
 
 
 def width(kind: str, cols: int) -> int:
-    return 2 * cols if kind == "swiglu" else cols
+    return 2 * cols if kind in GATES else cols
 
 
 # one row, two blocks of columns, several blocks of rows for some programs, nothing at all
@@ -114,8 +114,8 @@ def test_backward_gives_the_bits_of_h_again(kind: str, dtype: torch.dtype) -> No
 def test_extreme_values(kind: str, dtype: torch.dtype) -> None:
     """Saturated gates: finite, and what fp64 gives; -0.0 counts as zero."""
     values = torch.tensor([0.0, -0.0, 1e-6, -1e-6, 5.0, -5.0, 12.0, -12.0, 50.0, -50.0], device=DEVICE, dtype=dtype)
-    x = values[None].repeat(2, 1) if kind == "swiglu" else values[None]
-    x = torch.cat([x, torch.full_like(x, 1.5)], 1) if kind == "swiglu" else x
+    x = values[None].repeat(2, 1) if kind in GATES else values[None]
+    x = torch.cat([x, torch.full_like(x, 1.5)], 1) if kind in GATES else x
     got = results(lambda x: activate(x, None, kind, 0.0, None), [x])
     exact = results(lambda x: activate_ref(x, None, kind, 0.0, None), [x], torch.float64)
     for g, e in zip(got, exact, strict=True):
@@ -136,7 +136,7 @@ def test_nan_is_not_hidden(kind: str) -> None:
 def test_gates_are_as_good_as_fp32(kind: str) -> None:
     """Each h is within a few units in the last place of x: the polynomial and the sigmoids, over all of their range."""
     x = torch.linspace(-12, 12, 4001, device=DEVICE)[:, None]
-    x = torch.cat([x, torch.ones_like(x)], 1) if kind == "swiglu" else x
+    x = torch.cat([x, torch.ones_like(x)], 1) if kind in GATES else x
     h, exact = activate(x, None, kind, 0.0, None), activate_ref(x.double(), None, kind, 0.0, None)
     assert bool(((h - exact).abs() <= 4e-7 * x[:, :1].abs()).all())
 
@@ -177,7 +177,7 @@ def test_reference_gradients(kind: str) -> None:
 
 
 def test_shapes_are_checked() -> None:
-    with pytest.raises(ValueError, match="one of gelu, gelu_tanh, relu, swiglu, not 'tanh'"):
+    with pytest.raises(ValueError, match="one of gelu, gelu_tanh, relu, silu, swiglu, geglu, not 'tanh'"):
         activate(rand(2, 4), None, "tanh", 0.0, None)
     with pytest.raises(ValueError, match=r"\[tokens, 2 \* width\], not \[2, 3\]"):
         activate(rand(2, 3), None, "swiglu", 0.0, None)
@@ -211,8 +211,8 @@ def take_another_mask(dh: Tensor, kept: Tensor, bias: Tensor, *rest: Any) -> tup
     return family._activate_backward(dh, kept, bias, kind, p, key.flip(0), *wants)
 
 
-def approximate_the_slope(dh: Tensor, kept: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    other = {"gelu": "gelu_tanh", "gelu_tanh": "gelu"}.get(rest[0], rest[0])
+def take_another_slope(dh: Tensor, kept: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    other = {"gelu": "gelu_tanh", "gelu_tanh": "gelu", "silu": "gelu", "swiglu": "geglu", "geglu": "swiglu"}[rest[0]]
     return family._activate_backward(dh, kept, bias, other, *rest[1:])
 
 
@@ -226,24 +226,23 @@ def test_backward_bugs_would_be_seen(kind: str) -> None:
     assert_backward(family._activate_backward, kind)
     planted = [lose_the_last_row]
     if kind != "relu":
-        planted += [forget_the_bias, take_another_mask]
-    if kind.startswith("gelu"):
-        planted += [approximate_the_slope]
+        planted += [forget_the_bias, take_another_mask, take_another_slope]
     for bug in planted:
         with pytest.raises(AssertionError):
             assert_backward(bug, kind)
 
 
-def test_forward_bugs_would_be_seen() -> None:
+@pytest.mark.parametrize("kind", GATES)
+def test_forward_bugs_would_be_seen(kind: str) -> None:
     """A bias one column off; the mask of the key's halves exchanged; gate and value exchanged."""
 
     def reference(x: Tensor, bias: Tensor) -> Tensor:
-        return activate_ref(x, bias, "swiglu", 0.3, KEY)
+        return activate_ref(x, bias, kind, 0.3, KEY)
 
     for planted in (
-        lambda x, bias: activate(x, bias.roll(1), "swiglu", 0.3, KEY),
-        lambda x, bias: activate(x, bias, "swiglu", 0.3, KEY.flip(0)),
-        lambda x, bias: activate(x.roll(9, 1), bias.roll(9), "swiglu", 0.3, KEY),
+        lambda x, bias: activate(x, bias.roll(1), kind, 0.3, KEY),
+        lambda x, bias: activate(x, bias, kind, 0.3, KEY.flip(0)),
+        lambda x, bias: activate(x.roll(9, 1), bias.roll(9), kind, 0.3, KEY),
     ):
         with pytest.raises(AssertionError):
             assert_parity(planted, reference, [rand(4, 18), rand(18, seed=1)], torch.bfloat16)

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from stretto.ops import mlp as family
-from stretto.ops.activation import KINDS
+from stretto.ops.activation import GATES, KINDS
 from stretto.ops.mlp import mlp, mlp_ref
 from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, error, rand, results, strided
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Deterministic behavior was enabl
 
 def arguments(kind: str, tokens: int = 7, width: int = 12, inner: int = 20, **options: Any) -> list[Tensor]:
     """x, up_weight, up_bias, down_weight, down_bias"""
-    rows = 2 * inner if kind == "swiglu" else inner
+    rows = 2 * inner if kind in GATES else inner
     shapes = [(tokens, width), (rows, width), (rows,), (width, inner), (width,)]
     return [rand(*shape, seed=i, scale=1.0 if i == 0 else 0.5, **options) for i, shape in enumerate(shapes)]
 
@@ -99,7 +99,7 @@ def test_autocast_rules_as_it_does_for_linear(kind: str) -> None:
 
 
 # bytes per token in bf16: (of width, of inner width) when h is kept, and when it is recomputed
-KEPT_BYTES = {"gelu": (4, 2), "gelu_tanh": (4, 2), "relu": (2, 2), "swiglu": (6, 4)}
+KEPT_BYTES = dict.fromkeys(KINDS, (4, 2)) | dict.fromkeys(GATES, (6, 4)) | {"relu": (2, 2)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
