@@ -63,6 +63,24 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's rotary positions for texts longer than those it began with; keys and names as in config.json. What
+    counts is how often a pair of channels turns over the length of such a text."""
+
+    factor: float = 8.0  # pairs that turn at most low_freq_factor times turn so many times slower
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0  # pairs that turn at least so often stay as they are; others are in between
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        _require_positive("model.rope_scaling", self, "factor", "low_freq_factor", "original_max_position_embeddings")
+        _require(
+            self.high_freq_factor > self.low_freq_factor,
+            "model.rope_scaling.high_freq_factor must be larger than low_freq_factor",
+        )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     preset: str = ""  # a name from PRESETS; the other keys of this section then override it
     # A Hugging Face folder to start from: its weights, its sizes, and its tokenizer unless data.tokenizer is given.
@@ -82,6 +100,7 @@ class ModelConfig:
     activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu_tanh"
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
     bias: bool = True
     tied: bool = True  # the output layer shares the token embedding
     embed_scale: bool = False  # multiply token embeddings by sqrt(width)
@@ -115,6 +134,10 @@ class ModelConfig:
         _require(
             self.positions != "rotary" or self.width // self.heads % 2 == 0,
             "model.positions = 'rotary' needs an even head size (model.width / model.heads)",
+        )
+        _require(
+            self.positions == "rotary" or self.rope_scaling is None,
+            f"[model.rope_scaling] is for model.positions = 'rotary', not {self.positions!r}",
         )
         for key in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
             _require(0.0 <= getattr(self, key) < 1.0, f"model.{key} must be in [0, 1)")
@@ -299,6 +322,12 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     return Config(**{name: _build_section(name, sections[name], tree.get(name, {})) for name in sections})
 
 
+def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The [model] section by itself."""
+    section: ModelConfig = _build_section("model", ModelConfig, values)
+    return section
+
+
 def dump_config(config: Config) -> str:
     """The resolved configuration as TOML; loading it gives an equal Config."""
     return "\n".join(line for name, section in asdict(config).items() for line in _dump_section(name, section))
@@ -323,8 +352,9 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ConfigError(f"model.preset = {preset!r} is not a preset{_nearest(str(preset), PRESETS)}")
         values = PRESETS[preset] | dict(values)
-    # Whoever says everything, as the config.toml of a run does, needs no folder any more.
-    if name == "model" and values.get("init") and known.keys() - values.keys():
+    # The config.toml of a run says everything, sizes of texts as well as of images, and needs no folder any more.
+    said_all = {"layers", "vocab", "token_types", "image_size"} <= values.keys()
+    if name == "model" and values.get("init") and not said_all:
         values = _start_from(_convert("model.init", str, values["init"]), values)
     return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in values.items()})
 
@@ -351,6 +381,8 @@ def _start_from(init: str, said: Mapping[str, Any]) -> dict[str, Any]:
 def _convert(key: str, kind: Any, value: Any) -> Any:
     if get_origin(kind) is UnionType:  # an optional subsection; true means: with its defaults
         section: Any = next(part for part in get_args(kind) if is_dataclass(part))
+        if value is None or isinstance(value, section):
+            return value
         if isinstance(value, Mapping):
             return _build_section(key, section, value)
         if not isinstance(value, bool):

@@ -16,6 +16,7 @@ from stretto.errors import ConfigError
 
 # Theirs to ours; of two names for one function, the one that is written comes last.
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu"}
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 CHOICES = ("dropout", "attention_dropout", "activation_dropout", "label_smoothing")  # of training, not of the model
 
 
@@ -65,9 +66,8 @@ FAMILIES: dict[str, Family] = {  # by the model_type of config.json
         keys={
             "layers": ("num_hidden_layers",), "width": ("hidden_size",), "heads": ("num_attention_heads",),
             "kv_heads": ("num_key_value_heads",), "mlp_width": ("intermediate_size",), "vocab": ("vocab_size",),
-            "max_len": ("max_position_embeddings",), "norm_eps": ("rms_norm_eps",), "rope_theta": ("rope_theta",),
-            "tied": ("tie_word_embeddings",), "bias": ("attention_bias", "mlp_bias"),
-            "attention_dropout": ("attention_dropout",),
+            "max_len": ("max_position_embeddings",), "norm_eps": ("rms_norm_eps",), "tied": ("tie_word_embeddings",),
+            "bias": ("attention_bias", "mlp_bias"), "attention_dropout": ("attention_dropout",),
         },
         fixed={
             "kind": "decoder", "norm": "rmsnorm", "norm_order": "pre", "positions": "rotary", "activation": "swiglu",
@@ -75,7 +75,7 @@ FAMILIES: dict[str, Family] = {  # by the model_type of config.json
         },
         demands={"hidden_act": "silu"},
         defaults={
-            "num_key_value_heads": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_bias": False,
+            "num_key_value_heads": None, "tie_word_embeddings": False, "attention_bias": False,
             "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048,
         },
     ),
@@ -153,7 +153,7 @@ def read_model(folder: Path) -> dict[str, Any]:
     """The keys of our [model] section that make the same model; a `ConfigError` says what has no counterpart."""
     kind, config = read_family(folder)
     family, where = FAMILIES[kind], f"model.init: {folder / 'config.json'}"
-    config = dict(family.defaults) | (_unwrap_rope(where, config) if kind == "llama" else config)
+    config = dict(family.defaults) | config
     for key, value in family.demands.items():
         if config.get(key, value) != value:
             raise ConfigError(f"{where} has {key} = {config[key]!r}; Stretto's {kind} can only do {value!r}")
@@ -162,6 +162,7 @@ def read_model(folder: Path) -> dict[str, Any]:
         found["activation"] = _read_activation(where, found["activation"])
     found["mlp_width"] = found["mlp_width"] or 4 * found["width"]
     if kind == "llama":
+        found |= _read_rope(where, config)
         found["kv_heads"] = found["kv_heads"] or found["heads"]
         if (config.get("head_dim") or found["width"] / found["heads"]) * found["heads"] != found["width"]:
             raise ConfigError(f"{where} has head_dim = {config['head_dim']}; Stretto's is width / heads")
@@ -185,13 +186,21 @@ def _read_activation(where: str, name: Any) -> str:
     return ACTIVATIONS[name]
 
 
-def _unwrap_rope(where: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rope(where: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """transformers 5 puts rope_theta into rope_parameters; 4 has it outside, and rope_scaling for everything else."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = {"rope_theta": config.get("rope_theta", 10000.0)}
+    rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{where} scales its rotary positions ({_list(rope)}); Stretto has plain ones only")
-    return dict(config) | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{where} scales its rotary positions ({_list(rope)}); Stretto can only do that of Llama 3")
+    scaling = {name: _read(where, rope, name, (name,)) for name in ROPE_SCALING} if kind == "llama3" else None
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def write_rope(model: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers 4 has it; 5 reads it too."""
+    scaling = model["rope_scaling"]
+    return {"rope_theta": model["rope_theta"], "rope_scaling": scaling and {"rope_type": "llama3"} | scaling}
 
 
 def describe_size(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,7 +248,7 @@ def write_model(kind: str, model: Mapping[str, Any]) -> dict[str, Any]:
     names = {ours: name for name, ours in ACTIVATIONS.items()}
     for name in family.keys.get("activation", ()):
         theirs[name] = names[model["activation"]]
-    return theirs
+    return theirs | (write_rope(model) if kind == "llama" else {})
 
 
 def _list(values: Mapping[str, Any]) -> str:

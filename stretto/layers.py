@@ -65,7 +65,7 @@ class FusedStack(Stack):
     ) -> Tensor:
         if cache is not None:
             return super().forward(x, positions, layout, memory, memory_layout, cache)
-        rotary = rotary_angles(positions, self.head_size, self.rope_theta) if self.rotary else None
+        rotary = None if self.rope is None else rotary_angles(positions, *self.rope)
         keys = self.draw_keys(x)
         memories = [None] * len(self.blocks) if memory is None else self.project_memory(memory)
         last = self.blocks[-1]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from stretto.attention import as_rows, attend
 from stretto.batch import IGNORE, Batch, Layout, Sequences, dense_layout
-from stretto.config import ModelConfig
+from stretto.config import ModelConfig, RopeScaling
 
 X = TypeVar("X")
 
@@ -170,7 +170,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     def __init__(self, cfg: ModelConfig, layers: int, causal: bool = False, cross: bool = False) -> None:
         super().__init__()
-        self.head_size, self.rope_theta, self.rotary = cfg.width // cfg.heads, cfg.rope_theta, cfg.positions == "rotary"
+        self.rope = (cfg.width // cfg.heads, cfg.rope_theta, cfg.rope_scaling) if cfg.positions == "rotary" else None
         self.blocks = nn.ModuleList(Block(cfg, causal, cross) for _ in range(layers))
         self.norm = build_norm(cfg) if cfg.norm_order == "pre" else nn.Identity()
 
@@ -183,7 +183,7 @@ class Stack(nn.Module):
         memory_layout: Layout | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        rotary = rotary_angles(positions, self.head_size, self.rope_theta) if self.rotary else None
+        rotary = None if self.rope is None else rotary_angles(positions, *self.rope)
         for i, block in enumerate(self.blocks):
             past = cache.layers[i] if cache is not None else None
             cross_past = cache.cross[i] if cache is not None and cache.cross else None
@@ -420,8 +420,13 @@ def sites(model: nn.Module) -> dict[str, list[str]]:
     return found | {"head": ["head"]}
 
 
-def rotary_angles(positions: Tensor, head_size: int, theta: float) -> Rotary:
+def rotary_angles(positions: Tensor, head_size: int, theta: float, scaling: RopeScaling | None = None) -> Rotary:
     frequencies = theta ** -(torch.arange(0, head_size, 2, device=positions.device).float() / head_size)
+    if scaling is not None:
+        turns = frequencies * (scaling.original_max_position_embeddings / (2 * math.pi))
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
     angles = positions.float()[:, None] * frequencies
     return Rotary(angles.cos(), angles.sin())
 

@@ -250,11 +250,13 @@ def complete(config: Config, data: Data, world: int) -> Config:
 
 
 def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
+    defaults = asdict(Config())  # what an option was that the version of that run did not have
+    before = {section: defaults.get(section, {}) | saved.get(section, {}) for section in now}
     return [
-        f"{section}.{key} was {saved.get(section, {}).get(key)!r}, is {value!r}"
+        f"{section}.{key} was {before[section].get(key)!r}, is {value!r}"
         for section, values in now.items()
         for key, value in values.items()
-        if saved.get(section, {}).get(key) != (list(value) if isinstance(value, tuple) else value)
+        if before[section].get(key) != (list(value) if isinstance(value, tuple) else value)
     ]
 
 

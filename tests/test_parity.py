@@ -6,7 +6,7 @@ Theirs reads a padded rectangle with an attention mask; ours reads the same sequ
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from stretto.batch import IGNORE, Batch, Counts
-from stretto.config import ModelConfig, build_config
+from stretto.config import ModelConfig, RopeScaling, build_config
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Model, build_model
 from tests.hf_weights import translate
@@ -101,17 +101,23 @@ def gpt2() -> Case:
     return text_case(theirs, cfg)
 
 
-def llama(tied: bool) -> Case:
+# Of the three pairs of channels one stays as it is, one becomes slower, and one is in between.
+ROPE_SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=0.5, high_freq_factor=4.0, original_max_position_embeddings=64
+)  # fmt: skip
+
+
+def llama(tied: bool, scaling: RopeScaling | None = None) -> Case:
     theirs = hf.LlamaForCausalLM(
         hf.LlamaConfig(
             num_hidden_layers=2, hidden_size=36, num_attention_heads=6, num_key_value_heads=2, intermediate_size=50,
             vocab_size=VOCAB, rms_norm_eps=EPS, rope_theta=700.0,
-            tie_word_embeddings=tied, **COMMON,
+            rope_scaling=scaling and {"rope_type": "llama3"} | asdict(scaling), tie_word_embeddings=tied, **COMMON,
         )
     )  # fmt: skip
     cfg = ModelConfig(
         layers=2, width=36, heads=6, kv_heads=2, mlp_width=50, vocab=VOCAB, norm="rmsnorm", norm_eps=EPS,
-        activation="swiglu", positions="rotary", rope_theta=700.0, bias=False, tied=tied,
+        activation="swiglu", positions="rotary", rope_theta=700.0, rope_scaling=scaling, bias=False, tied=tied,
     )  # fmt: skip
     return text_case(theirs, cfg)
 
@@ -167,6 +173,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt2": gpt2,
     "llama-tied": lambda: llama(tied=True),
     "llama-untied": lambda: llama(tied=False),
+    "llama-scaled": lambda: llama(tied=True, scaling=ROPE_SCALING),
     "bert-masked": lambda: bert(classes=0),
     "bert-class": lambda: bert(classes=CLASSES),
     "marian": marian,
@@ -267,6 +274,11 @@ def test_notices_swapped_parts(name: str, key: str, sizes: tuple[int, ...]) -> N
         ("llama-tied", {"norm_eps": 1e-5}),
         ("llama-tied", {"rope_theta": 10000.0}),
         ("llama-tied", {"heads": 18, "kv_heads": 6}),
+        ("llama-scaled", {"rope_scaling": None}),
+        ("llama-scaled", {"rope_scaling": replace(ROPE_SCALING, factor=6.0)}),
+        ("llama-scaled", {"rope_scaling": replace(ROPE_SCALING, low_freq_factor=1.0)}),
+        ("llama-scaled", {"rope_scaling": replace(ROPE_SCALING, high_freq_factor=3.0)}),
+        ("llama-scaled", {"rope_scaling": replace(ROPE_SCALING, original_max_position_embeddings=80)}),
         ("bert-masked", {"norm_eps": 1e-12}),
         ("bert-masked", {"activation": "gelu_tanh"}),
         ("marian", {"embed_scale": False}),

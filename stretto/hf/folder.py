@@ -20,10 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stretto.config import ModelConfig
+from stretto.config import ModelConfig, build_model_config
 from stretto.data import Tokenizer
 from stretto.errors import CheckpointError, ConfigError
-from stretto.families import choose_family, name_architecture, read_family, read_model, write_model
+from stretto.families import choose_family, name_architecture, read_family, read_model, write_model, write_rope
 from stretto.hf.tokenizer import find_token, write_tokenizer
 from stretto.hf.weights import Match, check_logits_bias, match, to_ours, to_theirs
 from stretto.model import Model, build_model
@@ -116,7 +116,7 @@ def _is_other_head(name: str, parameters: Mapping[str, Tensor], found: Match, te
 
 def load_model(folder: Path) -> Model:
     """The folder's model as one of ours, on the CPU and in evaluation mode."""
-    cfg = ModelConfig(**read_model(folder))
+    cfg = build_model_config(read_model(folder))
     model = build_model(cfg).to_empty(device="cpu").eval()
     initialise(model, cfg, 0, put)
     load_weights(folder, model, cfg)
@@ -133,6 +133,8 @@ def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels
     try:
         draft.mkdir(parents=True)
         config.save_pretrained(draft)
+        if config.model_type == "llama":  # transformers 5 has written rope_parameters, where 4 does not look
+            _add_keys(draft / "config.json", write_rope(asdict(model.cfg)))
         weights = to_theirs(config.architectures[0], model.cfg, {k: take(v) for k, v in model.state_dict().items()})
         save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
         if model.cfg.kind in ("decoder", "encoder-decoder"):
@@ -161,9 +163,12 @@ def build_config(cfg: ModelConfig, tokenizer: Tokenizer | None, labels: Sequence
         options |= {"id2label": names, "label2id": {name: i for i, name in names.items()}}
     config = _transformers().CONFIG_MAPPING[kind](**options)
     config.architectures = [name_architecture(kind, cfg.classes)]
-    if kind == "llama":
-        config.rope_theta = cfg.rope_theta  # where transformers 4 looks; 5 has put it into rope_parameters
     return config
+
+
+def _add_keys(path: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(json.loads(path.read_text(encoding="utf-8")) | values, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _describe_pixels(cfg: ModelConfig) -> dict[str, Any]:

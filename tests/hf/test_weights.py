@@ -14,7 +14,7 @@ import transformers as hf
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stretto.config import ModelConfig
+from stretto.config import ModelConfig, build_model_config
 from stretto.data import load_tokenizer
 from stretto.errors import CheckpointError, ConfigError
 from stretto.families import CHOICES, describe_size, read_model
@@ -22,7 +22,7 @@ from stretto.hf.folder import Tensors, load_model, load_weights, write_folder
 from stretto.model import build_model
 from stretto.weights import initialise, put
 from tests.hf.compare import assert_same_logits, load_theirs, read_tensors, write_words
-from tests.test_parity import CASES, VOCAB, get_case, measure_error
+from tests.test_parity import CASES, ROPE_SCALING, VOCAB, get_case, measure_error
 
 NAMES = [name for name in CASES if name != "vit"] + ["vit"]
 BERT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
@@ -50,7 +50,7 @@ def test_a_folder_becomes_our_model_with_its_logits(name: str, folders: dict[str
 def test_config_json_says_all_that_the_recipe_would(name: str, folders: dict[str, Path]) -> None:
     found, wanted = (
         {key: value for key, value in describe_size(asdict(cfg)).items() if key not in (*CHOICES, "max_len")}
-        for cfg in (ModelConfig(**read_model(folders[name])), get_case(name).cfg)
+        for cfg in (build_model_config(read_model(folders[name])), get_case(name).cfg)
     )
     assert found == wanted
 
@@ -211,7 +211,7 @@ def test_a_body_without_the_head_we_need(tmp_path: Path) -> None:
         ("class", {"classes": 0}, head, "classifier.weight"),
         ("vit", {"classes": 3}, {"head.weight", "head.bias"}, ""),
     ]:
-        cfg = replace(ModelConfig(**read_model(tmp_path / name)), **changes)
+        cfg = replace(build_model_config(read_model(tmp_path / name)), **changes)
         model = build_model(cfg, "cpu")
         initialise(model, cfg, 7, put)
         first = {key: value.clone() for key, value in model.state_dict().items()}
@@ -245,8 +245,9 @@ def test_pickles_and_missing_files_are_refused(folders: dict[str, Path], tmp_pat
         ("gpt2", {"model_type": "mistral"}, "'mistral'; Stretto can be one of gpt2, llama"),
         ("gpt2", {"activation_function": "quick_gelu"}, "quick_gelu"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ("llama-tied", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0}}, "llama3"),
+        ("llama-tied", {"rope_parameters": {"rope_type": "llama3", "factor": 32.0}}, "no low_freq_factor"),
         ("llama-tied", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ("llama-tied", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn.*only do that of Llama 3"),
         ("llama-tied", {"head_dim": 8}, "head_dim = 8"),
         ("llama-tied", {"mlp_bias": True}, "attention_bias = False, mlp_bias = True"),
         ("bert-masked", {"position_embedding_type": "relative_key"}, "relative_key"),
@@ -268,10 +269,25 @@ def test_models_that_are_not_ours_are_refused_with_the_reason(
 def test_the_rope_of_both_versions_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
     config = json.loads((folders["llama-tied"] / "config.json").read_text())
     config = {key: value for key, value in config.items() if not key.startswith("rope")}
-    for rope, theta in [
-        ({"rope_theta": 700.0, "rope_scaling": None}, 700.0),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}, 700.0),
-        ({}, 10000.0),
+    scaled = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    of_type = scaled | {"rope_type": "llama3"}
+    for rope, theta, scaling in [
+        ({"rope_theta": 700.0, "rope_scaling": None}, 700.0, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}, 700.0, None),
+        ({}, 10000.0, None),
+        ({"rope_theta": 5e5, "rope_scaling": of_type}, 5e5, scaled),  # as the published Llama 3.2 has it
+        ({"rope_parameters": of_type | {"rope_theta": 5e5}}, 5e5, scaled),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config | rope))
-        assert read_model(tmp_path)["rope_theta"] == theta
+        found = read_model(tmp_path)
+        assert (found["rope_theta"], found["rope_scaling"]) == (theta, scaling)
+
+
+def test_both_versions_find_the_rope_in_an_export(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Where transformers 4 looks, and where 5 does."""
+    ours = load_model(folders["llama-scaled"])
+    write_folder(tmp_path / "back", ours, load_tokenizer(folders["llama-scaled"]))
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["rope_theta"] == 700.0
+    assert config["rope_scaling"] == {"rope_type": "llama3"} | asdict(ROPE_SCALING)
+    assert hf.__version__ < "5" or config["rope_parameters"] == config["rope_scaling"] | {"rope_theta": 700.0}
