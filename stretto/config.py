@@ -97,7 +97,7 @@ class ModelConfig:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_order: Literal["pre", "post"] = "pre"
     norm_eps: float = 1e-5
-    activation: Literal["gelu", "gelu_tanh", "relu", "swiglu"] = "gelu_tanh"
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"] = "gelu_tanh"
     positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -105,6 +105,10 @@ class ModelConfig:
     tied: bool = True  # the output layer shares the token embedding
     embed_scale: bool = False  # multiply token embeddings by sqrt(width)
     embed_norm: bool = False
+    # Encoder-decoder only: one table of positions and one embed_norm for both sides. Tokens always share one table.
+    embed_shared: bool = True
+    # Encoder-decoder only: a bias of the output layer (that of a masked language model always has one).
+    head_bias: bool = False
     token_types: int = 0  # segment embeddings, as BERT has
     dropout: float = 0.0  # on embeddings and on each residual branch
     attention_dropout: float = 0.0
@@ -138,6 +142,10 @@ class ModelConfig:
         _require(
             self.positions == "rotary" or self.rope_scaling is None,
             f"[model.rope_scaling] is for model.positions = 'rotary', not {self.positions!r}",
+        )
+        _require(
+            self.kind == "encoder-decoder" or (self.embed_shared and not self.head_bias),
+            f"model.embed_shared and model.head_bias are for an encoder-decoder, not for model.kind = {self.kind!r}",
         )
         for key in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
             _require(0.0 <= getattr(self, key) < 1.0, f"model.{key} must be in [0, 1)")

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stretto.errors import ConfigError
 
 # Theirs to ours; of two names for one function, the one that is written comes last.
-ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu"}
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu", "swish": "silu",
+    "silu": "silu",
+}  # fmt: skip
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 CHOICES = ("dropout", "attention_dropout", "activation_dropout", "label_smoothing")  # of training, not of the model
 
@@ -28,6 +31,7 @@ class Family:
     demands: Mapping[str, Any]  # options that only they have, and the value we can do: the default of their class
     defaults: Mapping[str, Any]  # what a config.json means that does not say
     classifier: str = ""  # the class with a classification head
+    reads: Mapping[str, Any] = field(default_factory=dict)  # our keys for what a folder may have; writing needs it not
 
 
 _PLAIN = {"norm": "layernorm", "bias": True, "embed_scale": False, "embed_norm": False}
@@ -101,10 +105,11 @@ FAMILIES: dict[str, Family] = {  # by the model_type of config.json
         fixed=_PLAIN
         | {
             "kind": "encoder-decoder", "norm_order": "post", "norm_eps": 1e-5, "positions": "sinusoidal",
-            "token_types": 0, "tied": True,
+            "token_types": 0, "tied": True, "embed_shared": True,
         },
-        demands={"share_encoder_decoder_embeddings": True, "tie_word_embeddings": True},
+        demands={"share_encoder_decoder_embeddings": True, "tie_word_embeddings": True, "normalize_before": False},
         defaults={"scale_embedding": False, "activation_function": "gelu"} | _DROPOUT,
+        reads={"head_bias": True},
     ),
     "bart": Family(
         "BartForConditionalGeneration",
@@ -116,6 +121,7 @@ FAMILIES: dict[str, Family] = {  # by the model_type of config.json
         },
         demands={"tie_word_embeddings": True, "normalize_before": False},
         defaults={"scale_embedding": False, "activation_function": "gelu"} | _DROPOUT,
+        reads={"head_bias": True, "embed_shared": False},
     ),
     "vit": Family(
         "ViTForImageClassification",
@@ -157,7 +163,9 @@ def read_model(folder: Path) -> dict[str, Any]:
     for key, value in family.demands.items():
         if config.get(key, value) != value:
             raise ConfigError(f"{where} has {key} = {config[key]!r}; Stretto's {kind} can only do {value!r}")
-    found = dict(family.fixed) | {key: _read(where, config, key, names) for key, names in family.keys.items()}
+    found = {**family.fixed, **family.reads} | {
+        key: _read(where, config, key, names) for key, names in family.keys.items()
+    }
     if "activation" in family.keys:
         found["activation"] = _read_activation(where, found["activation"])
     found["mlp_width"] = found["mlp_width"] or 4 * found["width"]

@@ -177,21 +177,21 @@ class FusedBlock(Block):
 
 
 class FusedEmbedding(Embedding):
-    def forward(self, inputs: Sequences) -> Tensor:
-        p, token = self.dropout if self.training else 0.0, self.token.weight
-        positions, table = self.place(inputs)
+    def forward(self, inputs: Sequences, table: Tensor | None = None) -> Tensor:
+        p, token = self.dropout if self.training else 0.0, self.table if table is None else table
+        positions, place = self.place(inputs, token.shape[1])
         kind = None if self.token_type is None else self.token_type.weight
         norm: NormParts = (None, None, 0.0, False) if isinstance(self.norm, nn.Identity) else norm_parts(self.norm)
         key, dtype = draw_keys(inputs.ids, 1)[0] if p > 0 else None, product_dtype(token)
-        return embed(inputs.ids, token, positions, table, inputs.types, kind, self.scale, *norm, p, key, dtype)
+        return embed(inputs.ids, token, positions, place, inputs.types, kind, self.scale, *norm, p, key, dtype)
 
-    def place(self, inputs: Sequences) -> tuple[Tensor | None, Tensor | None]:
+    def place(self, inputs: Sequences, width: int) -> tuple[Tensor | None, Tensor | None]:
         """Positions, and the table that they look up."""
         if self.position is not None:
             return inputs.positions, self.position.weight
         if not self.sinusoidal:
             return None, None
-        width, at = self.token.weight.shape[1], inputs.positions
+        at = inputs.positions
         if self.training:  # whole sequences, counted from 0
             return at, sinusoids(torch.arange(inputs.layout.max_len, device=at.device), width)
         return torch.arange(len(at), device=at.device), sinusoids(at, width)

@@ -192,19 +192,19 @@ class Stack(nn.Module):
 
 
 class Embedding(nn.Module):
-    """dropout(norm(scale * token + position + type))"""
+    """dropout(norm(scale * token + position + type)). `tokens` False: the table of tokens is that of another one."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: ModelConfig, tokens: bool = True) -> None:
         super().__init__()
         self.scale = math.sqrt(cfg.width) if cfg.embed_scale else 1.0
         self.sinusoidal, self.dropout = cfg.positions == "sinusoidal", cfg.dropout
-        self.token = nn.Embedding(cfg.vocab, cfg.width)
+        self.token = nn.Embedding(cfg.vocab, cfg.width) if tokens else None
         self.position = nn.Embedding(cfg.max_len, cfg.width) if cfg.positions == "learned" else None
         self.token_type = nn.Embedding(cfg.token_types, cfg.width) if cfg.token_types else None
         self.norm = build_norm(cfg) if cfg.embed_norm else nn.Identity()
 
-    def forward(self, inputs: Sequences) -> Tensor:
-        x = self.token(inputs.ids) * self.scale
+    def forward(self, inputs: Sequences, table: Tensor | None = None) -> Tensor:
+        x = F.embedding(inputs.ids, self.table if table is None else table) * self.scale
         if self.position is not None:
             x = x + self.position(inputs.positions)
         elif self.sinusoidal:
@@ -213,9 +213,16 @@ class Embedding(nn.Module):
             x = x + (self.token_type.weight[0] if inputs.types is None else self.token_type(inputs.types))
         return F.dropout(self.norm(x), self.dropout, self.training)
 
+    @property
+    def table(self) -> Tensor:
+        """[V, C]"""
+        assert self.token is not None, "this side has no tokens of its own: pass the table"
+        return self.token.weight
+
 
 class LMHead(nn.Module):
-    """Hidden states to logits over the vocabulary. BERT's has one more layer in front and a bias."""
+    """Hidden states to logits over the vocabulary. BERT's has one more layer in front and a bias; Marian's has a bias,
+    which is trained here as in Marian itself (in transformers it is a buffer, and stays as it was)."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -224,7 +231,7 @@ class LMHead(nn.Module):
         self.transform = nn.Linear(cfg.width, cfg.width) if masked else None
         self.norm = build_norm(cfg) if masked else None
         self.weight = None if cfg.tied else nn.Parameter(torch.empty(cfg.vocab, cfg.width))
-        self.bias = nn.Parameter(torch.empty(cfg.vocab)) if masked else None
+        self.bias = nn.Parameter(torch.empty(cfg.vocab)) if masked or cfg.head_bias else None
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         if self.transform is not None and self.norm is not None:
@@ -262,7 +269,7 @@ class Model(nn.Module):
     def _table(self) -> Tensor:
         """The token embedding, which a language-model head may be tied to."""
         assert isinstance(self.embedding, Embedding)
-        return self.embedding.token.weight
+        return self.embedding.table
 
 
 class Writer(Model):
@@ -272,16 +279,20 @@ class Writer(Model):
     decoder: Stack
     head: LMHead
 
+    def embed(self, inputs: Sequences) -> Tensor:
+        """Of what it writes."""
+        return self.embedding(inputs)
+
     def decode(self, ids: Tensor, cache: Cache) -> Tensor:
         """Logits [N, V] after the new tokens ids [N, S]; the cache remembers them."""
         rows, new = ids.shape
         assert new == 1 or cache.length == 0, "several tokens at once only as the first prompt"
         positions = torch.arange(cache.length, cache.length + new, device=ids.device).repeat(rows)
         layout = dense_layout(rows, new, device=ids.device)
-        x = self.embedding(Sequences(ids.flatten(), positions, layout))
+        x = self.embed(Sequences(ids.flatten(), positions, layout))
         x = self.decoder(x, positions, layout, cache.memory, cache.memory_layout, cache)
         cache.length += new
-        return self.head(x.view(rows, new, -1)[:, -1], self.embedding.token.weight)
+        return self.head(x.view(rows, new, -1)[:, -1], self.embedding.table)
 
 
 class Decoder(Writer):
@@ -330,10 +341,16 @@ class ClassHead(nn.Module):
 class EncoderDecoder(Writer):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(cfg)
-        self.embedding = Embedding(cfg)  # shared by source, target and, when tied, output
+        self.embedding = Embedding(cfg)  # of source, target and, when tied, output
+        self.target_embedding = None if cfg.embed_shared else Embedding(cfg, tokens=False)
         self.encoder = Stack(cfg, cfg.layers)
         self.decoder = Stack(cfg, cfg.decoder_layers or cfg.layers, causal=True, cross=True)
         self.head = LMHead(cfg)
+
+    def embed(self, inputs: Sequences) -> Tensor:
+        if self.target_embedding is None:
+            return self.embedding(inputs)
+        return self.target_embedding(inputs, self.embedding.table)
 
     def encode(self, source: Sequences) -> Tensor:
         return self.encoder(self.embedding(source), source.positions, source.layout)
@@ -341,7 +358,7 @@ class EncoderDecoder(Writer):
     def features(self, batch: Batch) -> Tensor:
         source, target = _given(batch.source), _given(batch.inputs)
         memory = self.encode(source)
-        return self.decoder(self.embedding(target), target.positions, target.layout, memory, source.layout)
+        return self.decoder(self.embed(target), target.positions, target.layout, memory, source.layout)
 
     def start(self, source: Sequences, copies: int = 1) -> Cache:
         """A cache for decoding `copies` continuations of each source (a dense layout), side by side."""
@@ -449,8 +466,8 @@ def activate(x: Tensor, name: str) -> Tensor:
     if name == "swiglu":
         gate, value = x.chunk(2, dim=-1)
         return F.silu(gate) * value
-    if name == "relu":
-        return F.relu(x)
+    if name in ("relu", "silu"):
+        return F.relu(x) if name == "relu" else F.silu(x)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 

@@ -49,7 +49,7 @@ def _gpt2_std(cfg: ModelConfig, module: str) -> float:
 
 def _init_translation(cfg: ModelConfig, value: Tensor, module: str, generator: torch.Generator) -> Tensor:
     """As fairseq does: Xavier, with the three input projections of attention counted as one matrix."""
-    if module.startswith(("embedding", "head")):
+    if module.startswith(("embedding", "target_embedding", "head")):
         return value.normal_(0.0, cfg.width**-0.5, generator=generator)
     if module.endswith(("attention.qkv", "cross.q", "cross.kv")):
         bound = math.sqrt(6 / (4 * cfg.width))

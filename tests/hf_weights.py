@@ -13,12 +13,14 @@ from stretto.hf.weights import match, to_ours
 def translate(theirs: nn.Module, ours: nn.Module, read: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """`read` of each of their parameters (its value, its gradient) by our names: what `ours.load_state_dict` takes.
 
-    Raises unless every parameter of ours is found and every trainable one of theirs is used.
+    Raises unless every parameter of ours is found and every trainable one of theirs is used. The bias of their logits
+    is a buffer, which is trained here if a test says so.
     """
-    trained = {name: parameter for name, parameter in theirs.named_parameters() if parameter.requires_grad}
+    named = chain(theirs.named_parameters(), theirs.named_buffers())
+    trained = {name: parameter for name, parameter in named if parameter.requires_grad}
     wanted = dict(ours.named_parameters())
     found = match(type(theirs).__name__, wanted, trained)
-    left = trained.keys() - {found.stored[name] for copies in found.places.values() for name in chain(*copies)}
+    left = trained.keys() - {found.stored[name] for name in chain(*found.places.values())}
     if found.missing or left:
         raise KeyError(f"missing: {', '.join(found.missing)}; not in the table: {', '.join(left)}")
     return {

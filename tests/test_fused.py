@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from stretto.batch import Batch, Counts
-from stretto.config import Config, FusedConfig, ModelConfig, TechniquesConfig
+from stretto.config import Config, FusedConfig, ModelConfig, RopeScaling, TechniquesConfig
 from stretto.errors import ConfigError
 from stretto.model import Decoder, Model, build_model, sites
 from stretto.report import read_events
@@ -22,12 +22,15 @@ from stretto.step import autocast
 from stretto.techniques import apply_all
 from stretto.train import train
 from tests.conftest import MakeConfig, materialise, write_images, write_pairs
-from tests.test_model import CLASSES, CONFIGS, Sample, collate
+from tests.test_model import CLASSES, CONFIGS, MAX_LEN, Sample, collate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KINDS = CONFIGS | {
     "encoder-decoder-pre": replace(CONFIGS["encoder-decoder"], norm_order="pre", bias=False, tied=False),
     "decoder-post": replace(CONFIGS["decoder"], norm_order="post", label_smoothing=0.1),
+    "decoder-scaled": replace(
+        CONFIGS["decoder-rotary"], rope_scaling=RopeScaling(original_max_position_embeddings=MAX_LEN)
+    ),
 }
 DROPPING = {"dropout": 0.2, "activation_dropout": 0.1}
 

@@ -41,6 +41,15 @@ CONFIGS = {
     "encoder-decoder": ModelConfig(
         **SIZES, kind="encoder-decoder", norm_order="post", activation="relu", positions="sinusoidal", embed_scale=True
     ),
+    "encoder-decoder-own": ModelConfig(
+        **SIZES,
+        kind="encoder-decoder",
+        norm_order="post",
+        activation="silu",
+        embed_norm=True,
+        embed_shared=False,
+        head_bias=True,
+    ),
     "vit": ModelConfig(**SIZES, kind="vit", image_size=8, patch=4, channels=2, classes=CLASSES),
 }
 TEXT = [name for name in CONFIGS if name != "vit"]
@@ -296,9 +305,9 @@ def test_decoding_with_a_cache_equals_the_whole(name: str, prompt: int) -> None:
 
 
 @torch.no_grad()
-def translate_with_cache(prompt: int, swap_at: int | None = None) -> None:
+def translate_with_cache(prompt: int, swap_at: int | None = None, name: str = "encoder-decoder") -> None:
     """Two continuations of each of three sources. At step `swap_at` each second one becomes a copy of the first."""
-    model = build(CONFIGS["encoder-decoder"], torch.float64).eval()
+    model = build(CONFIGS[name], torch.float64).eval()
     assert isinstance(model, EncoderDecoder)
     sources = [Sample.draw(1, length, length).source for length in (5, 1, 8)]
     ids = torch.randint(VOCAB, (6, 7), generator=torch.Generator().manual_seed(0))
@@ -320,8 +329,9 @@ def translate_with_cache(prompt: int, swap_at: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("prompt", [1, 3])
-def test_translating_with_a_cache_equals_the_whole(prompt: int) -> None:
-    translate_with_cache(prompt)
+@pytest.mark.parametrize("name", ["encoder-decoder", "encoder-decoder-own"])
+def test_translating_with_a_cache_equals_the_whole(name: str, prompt: int) -> None:
+    translate_with_cache(prompt, name=name)
 
 
 def test_a_beam_search_can_reorder_the_cache() -> None:
@@ -339,7 +349,7 @@ def test_a_second_prompt_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "swiglu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu"])
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
 @pytest.mark.parametrize("name", ["decoder", "encoder", "encoder-class", "encoder-decoder", "vit"])
 def test_every_option_trains_every_parameter(name: str, norm_order: str, activation: str, positions: str) -> None:

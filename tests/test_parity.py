@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -137,17 +138,34 @@ def bert(classes: int) -> Case:
     return text_case(theirs, cfg, "class" if classes else "masked")
 
 
-def marian() -> Case:
+TRANSLATION: dict[str, Any] = {
+    "encoder_layers": 2, "decoder_layers": 3, "d_model": 36, "encoder_attention_heads": 3, "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 50, "decoder_ffn_dim": 50, "vocab_size": VOCAB, "max_position_embeddings": 19,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def marian(activation: Literal["relu", "silu"]) -> Case:
+    """With SiLU it is as the published opus-mt models are."""
     theirs = hf.MarianMTModel(
         hf.MarianConfig(
-            encoder_layers=2, decoder_layers=3, d_model=36, encoder_attention_heads=3, decoder_attention_heads=3,
-            encoder_ffn_dim=50, decoder_ffn_dim=50, activation_function="relu", scale_embedding=True, vocab_size=VOCAB,
-            decoder_vocab_size=VOCAB, max_position_embeddings=19, decoder_start_token_id=0, **COMMON,
+            **TRANSLATION, activation_function={"relu": "relu", "silu": "swish"}[activation], scale_embedding=True,
+            **COMMON,
         )
     )  # fmt: skip
     cfg = ModelConfig(
         kind="encoder-decoder", layers=2, decoder_layers=3, width=36, heads=3, mlp_width=50, vocab=VOCAB,
-        norm_order="post", activation="relu", positions="sinusoidal", embed_scale=True, label_smoothing=0.1,
+        norm_order="post", activation=activation, positions="sinusoidal", embed_scale=True, label_smoothing=0.1,
+        head_bias=True,
+    )  # fmt: skip
+    return text_case(theirs, cfg)
+
+
+def bart() -> Case:
+    theirs = hf.BartForConditionalGeneration(hf.BartConfig(**TRANSLATION, **COMMON))
+    cfg = ModelConfig(
+        kind="encoder-decoder", layers=2, decoder_layers=3, width=36, heads=3, mlp_width=50, vocab=VOCAB, max_len=19,
+        norm_order="post", activation="gelu", embed_norm=True, embed_shared=False, head_bias=True,
     )  # fmt: skip
     return text_case(theirs, cfg)
 
@@ -176,7 +194,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama-scaled": lambda: llama(tied=True, scaling=ROPE_SCALING),
     "bert-masked": lambda: bert(classes=0),
     "bert-class": lambda: bert(classes=CLASSES),
-    "marian": marian,
+    "marian": lambda: marian("relu"),
+    "opus-mt": lambda: marian("silu"),
+    "bart": bart,
     "vit": vit,
 }
 FORMS = [(name, form) for name in CASES for form in (["dense"] if name == "vit" else ["packed", "padded"])]
@@ -186,7 +206,9 @@ FORMS = [(name, form) for name in CASES for form in (["dense"] if name == "vit" 
 def get_case(name: str) -> Case:
     case = CASES[name]()
     generator = torch.Generator().manual_seed(3)
-    for parameter in case.theirs.eval().parameters():
+    for buffer in case.theirs.buffers():
+        buffer.requires_grad_(buffer.shape == (1, VOCAB))  # the bias of the logits, which is trained in ours
+    for parameter in chain(case.theirs.eval().parameters(), case.theirs.buffers()):
         if parameter.requires_grad:  # fresh biases are 0 and norms 1: without this, forgetting one would go unseen
             parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     return case
@@ -219,7 +241,8 @@ def test_logits_equal_theirs(name: str, form: str) -> None:
 def test_gradients_equal_theirs(name: str, form: str) -> None:
     case = get_case(name)
     ours = build_ours(case).train()  # no dropout here, but label smoothing
-    case.theirs.zero_grad()
+    for tensor in chain(case.theirs.parameters(), case.theirs.buffers()):
+        tensor.grad = None
     smoothing = case.cfg.label_smoothing
     theirs = F.cross_entropy(their_logits(case), case.labels, reduction="sum", label_smoothing=smoothing)
     loss = ours(case.batches[form][0])
@@ -284,6 +307,8 @@ def test_notices_swapped_parts(name: str, key: str, sizes: tuple[int, ...]) -> N
         ("marian", {"embed_scale": False}),
         ("marian", {"activation": "gelu"}),
         ("marian", {"norm_eps": 1e-3}),
+        ("opus-mt", {"activation": "gelu"}),
+        ("bart", {"activation": "gelu_tanh"}),
         ("vit", {"norm_eps": 1e-12}),
         ("vit", {"activation": "relu"}),
     ],

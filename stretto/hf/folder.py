@@ -25,7 +25,7 @@ from stretto.data import Tokenizer
 from stretto.errors import CheckpointError, ConfigError
 from stretto.families import choose_family, name_architecture, read_family, read_model, write_model, write_rope
 from stretto.hf.tokenizer import find_token, write_tokenizer
-from stretto.hf.weights import Match, check_logits_bias, match, to_ours, to_theirs
+from stretto.hf.weights import Match, match, to_ours, to_theirs
 from stretto.model import Model, build_model
 from stretto.weights import Write, initialise, put, take
 
@@ -95,7 +95,6 @@ def load_weights(folder: Path, model: nn.Module, cfg: ModelConfig, write: Write 
     try:
         tensors = Tensors(folder)
         found = match(name_architecture(read_family(folder)[0], cfg.classes), parameters, tensors.names)
-        check_logits_bias(found, tensors.read)
         new = [name for name in parameters if name in found.missing or _is_other_head(name, parameters, found, tensors)]
         for name, parameter in parameters.items():
             if name not in new:
@@ -111,7 +110,8 @@ def load_weights(folder: Path, model: nn.Module, cfg: ModelConfig, write: Write 
 
 
 def _is_other_head(name: str, parameters: Mapping[str, Tensor], found: Match, tensors: Tensors) -> bool:
-    return name.startswith("head.") and tensors.shape(found.stored[found.places[name][0][0]]) != parameters[name].shape
+    stored = tensors.shape(found.stored[found.places[name][0]])
+    return name.startswith("head.") and stored.numel() != parameters[name].numel()
 
 
 def load_model(folder: Path) -> Model:

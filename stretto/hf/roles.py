@@ -47,7 +47,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
-    "swiglu": F.silu,
+    "silu": F.silu,
 }
 ROLES: list[tuple[str, int, str, type[Fused]]] = [  # calls, arguments, role, what takes its place
     ("LA", 1, "dense", FusedDense),
@@ -194,18 +194,19 @@ def _find_parts(
     outer = dict(calls)[dense[0]]
     gated = len(dense) == 3
     if len(dense) == 2 and weight_of(module.get_submodule(dense[0])).shape[0] == 2 * inner:  # gate and value in one
-        gated = kind == "swiglu"
+        gated = kind == "silu"
     problem = None
     if acts and kind is None:
         problem = f"activation {module.get_submodule(acts[0])}: no kernel"
-    elif acts and gated != (kind == "swiglu"):
-        problem = "a gate other than SiLU: no kernel" if gated else "SiLU without a gate: no kernel"
+    elif acts and gated and kind != "silu":
+        problem = "a gate other than SiLU: no kernel"
     elif len(drops) > 1 or unused:
         problem = f"more children than its role has: {', '.join(drops[1:] + unused)}"
     elif drops and len(dense) > 1 and inner == outer:
         problem = "where its dropout stands cannot be seen: both widths are equal"
     elif gated and len({module.get_submodule(child).bias is None for child in dense[:2]}) > 1:
         problem = "only one of gate and value has a bias"
+    kind = "swiglu" if gated and kind == "silu" else kind
     inside = bool(drops) and dict(calls)[drops[0]] == inner and len(dense) > 1
     return Parts(tuple(dense), next(iter(norms), None), next(iter(drops), None), kind, inside), problem
 

@@ -1,9 +1,8 @@
 """Our parameters under the names and in the shapes of a Hugging Face folder.
 
 One table per class. A row gives their module (or parameter) that one of ours corresponds to: `#` is the number of the
-layer, `{q,k,v}` means that our rows are those of q, then k, then v, and `[a,b]` that a and b are copies of ours. Values
-that are shaped differently: GPT-2 keeps matrices transposed, BART's positions begin at row 2, and ViT has a convolution
-where we have a matrix.
+layer, and `{q,k,v}` means that our rows are those of q, then k, then v. Values that are shaped differently: GPT-2 keeps
+matrices transposed, BART's positions begin at row 2, and ViT has a convolution where we have a matrix.
 
 The names are those on the disk, which transformers 4 and 5 share. `canonical` brings older and newer names to them.
 """
@@ -45,10 +44,12 @@ _TRANSLATION_BLOCK = {
     "blocks.#.mlp.down": "layers.#.fc2",
     "blocks.#.mlp_norm": "layers.#.final_layer_norm",
 }
+_LOGITS_BIAS = "final_logits_bias"  # [1, V]
 _TRANSLATION = {
     "embedding.token": "model.shared",
     **{f"encoder.{ours}": f"model.encoder.{theirs}" for ours, theirs in _TRANSLATION_BLOCK.items()},
     **{f"decoder.{ours}": f"model.decoder.{theirs}" for ours, theirs in _TRANSLATION_BLOCK.items()},
+    "head.bias": _LOGITS_BIAS,
 }
 
 TABLES: dict[str, dict[str, str]] = {
@@ -85,8 +86,10 @@ TABLES: dict[str, dict[str, str]] = {
     "MarianMTModel": _TRANSLATION,
     "BartForConditionalGeneration": _TRANSLATION
     | {
-        "embedding.position": "model.[encoder,decoder].embed_positions",
-        "embedding.norm": "model.[encoder,decoder].layernorm_embedding",
+        "embedding.position": "model.encoder.embed_positions",
+        "embedding.norm": "model.encoder.layernorm_embedding",
+        "target_embedding.position": "model.decoder.embed_positions",
+        "target_embedding.norm": "model.decoder.layernorm_embedding",
     },
     "ViTForImageClassification": {
         "embedding.patch": "vit.embeddings.patch_embeddings.projection",
@@ -116,7 +119,6 @@ _IDLE = re.compile(
     r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.position_ids$|^model\.(en|de)coder\.embed_positions\.weight$"
     r"|^(bert|vit)\.pooler\."
 )
-_LOGITS_BIAS = "final_logits_bias"  # Marian and BART add it to the logits; we have no such bias
 _RENAMED = [  # old files, and the modules of ViT in transformers 5
     (r"LayerNorm\.gamma$", "LayerNorm.weight"),
     (r"LayerNorm\.beta$", "LayerNorm.bias"),
@@ -129,14 +131,15 @@ _RENAMED = [  # old files, and the modules of ViT in transformers 5
     (r"^(vit\.encoder\.layer\.\d+)\.mlp\.fc2\.", r"\1.output.dense."),
 ]
 _FIRST_POSITION = 2  # of BART
-_VIEWED = ("embedding.patch.weight", "embedding.class_token", "embedding.position")  # of ViT: in other shapes there
+# In other shapes there: three of ViT, and the bias of the logits.
+_VIEWED = ("embedding.patch.weight", "embedding.class_token", "embedding.position", "head.bias")
 
 
 @dataclass(frozen=True)
 class Match:
     """Which names of a folder make up which of our parameters."""
 
-    places: dict[str, list[list[str]]]  # ours that were found -> what `locate` says
+    places: dict[str, list[str]]  # ours that were found -> what `locate` says
     missing: list[str]  # ours that were not
     unused: list[str]  # theirs that belong to another head
     equal: dict[str, str]  # theirs that must be copies of ours
@@ -161,16 +164,21 @@ def match(architecture: str, ours: Iterable[str], theirs: Iterable[str]) -> Matc
     base = next(iter(TABLES[architecture].values())).partition(".")[0]
     stored = canonical(theirs, base)
     places = {name: locate(architecture, name) for name in ours}
-    found = {name: copies for name, copies in places.items() if stored.keys() >= set(chain(*copies))}
+    wanted = set(chain(*places.values()))
+    for copy, name in _COPIES.items():  # a tied weight is stored once, under any of its names
+        for part in places.get(name, ()) if copy in stored.keys() - wanted else ():
+            if part not in stored:
+                stored[part] = stored.pop(copy)
+    found = {name: parts for name, parts in places.items() if stored.keys() >= set(parts)}
     missing = [name for name in places if name not in found]
-    used = {name for copies in found.values() for name in chain(*copies)}
+    used = set(chain(*found.values()))
     equal = {name: copy for name, copy in _COPIES.items() if name in stored.keys() - used and copy in found}
-    left = [name for name in stored if name not in used | equal.keys() | {_LOGITS_BIAS} and not _IDLE.search(name)]
+    left = [name for name in stored if name not in used | equal.keys() and not _IDLE.search(name)]
     lost = [name for name in missing if not name.startswith("head.")]
     strange = [name for name in left if name.startswith(f"{base}.")]
     if lost:
-        wanted = next(name for name in chain(*places[lost[0]]) if name not in stored)
-        raise CheckpointError(f"{wanted} is missing, and so are the parts of {len(lost) - 1} more parameters")
+        first = next(name for name in places[lost[0]] if name not in stored)
+        raise CheckpointError(f"{first} is missing, and so are the parts of {len(lost) - 1} more parameters")
     if strange:
         raise CheckpointError(
             f"{strange[0]} and {len(strange) - 1} more have no counterpart in Stretto's {architecture}"
@@ -178,32 +186,25 @@ def match(architecture: str, ours: Iterable[str], theirs: Iterable[str]) -> Matc
     return Match(found, missing, left, equal, stored)
 
 
-def locate(architecture: str, ours: str) -> list[list[str]]:
-    """Their names for one of our parameters: the parts that make it up, once for each copy."""
+def locate(architecture: str, ours: str) -> list[str]:
+    """Their names for one of our parameters: the parts that make it up."""
     table = TABLES[architecture]
     layer = re.search(r"\.(\d+)\.", ours)
     pattern = re.sub(r"\.\d+\.", ".#.", ours)
     module, _, leaf = pattern.rpartition(".")
     theirs = table[pattern] if pattern in table else f"{table[module]}.{leaf}"
     theirs = theirs.replace("#", layer[1]) if layer else theirs
-    return [_choices(copy, "{", "}") for copy in _choices(theirs, "[", "]")]
-
-
-def _choices(pattern: str, left: str, right: str) -> list[str]:
-    before, found, rest = pattern.partition(left)
-    inside, _, after = rest.partition(right)
-    return [before + choice + after for choice in inside.split(",")] if found else [pattern]
+    before, found, rest = theirs.partition("{")
+    inside, _, after = rest.partition("}")
+    return [before + choice + after for choice in inside.split(",")] if found else [theirs]
 
 
 def to_ours(matched: Match, name: str, shape: torch.Size, read: Callable[[str], Tensor]) -> Tensor:
     """The value of one of our parameters; `read` gives a tensor of theirs by its stored name."""
-    (first, value), *others = [
-        (copy[0], torch.cat([_from_theirs(part, read(matched.stored[part])) for part in copy]))
-        for copy in matched.places[name]
-    ]
-    others += [(copy, read(matched.stored[copy])) for copy, ours in matched.equal.items() if ours == name]
-    for copy, other in others:
-        if not torch.equal(other, value):
+    first, *_ = parts = matched.places[name]
+    value = torch.cat([_from_theirs(part, read(matched.stored[part])) for part in parts])
+    for copy, ours in matched.equal.items():
+        if ours == name and not torch.equal(read(matched.stored[copy]), value):
             raise CheckpointError(f"{copy} differs from {first}; Stretto has one tensor for both")
     if value.shape != shape and not (name in _VIEWED and value.numel() == shape.numel()):
         raise CheckpointError(
@@ -218,21 +219,18 @@ def _from_theirs(name: str, value: Tensor) -> Tensor:
     return value[_FIRST_POSITION:] if _is_shifted(name) else value
 
 
-def check_logits_bias(matched: Match, read: Callable[[str], Tensor]) -> None:
-    if _LOGITS_BIAS in matched.stored and read(matched.stored[_LOGITS_BIAS]).any():
-        raise CheckpointError(f"{_LOGITS_BIAS} is not zero; Stretto's output layer has no bias for an encoder-decoder")
-
-
 def to_theirs(architecture: str, cfg: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole state under their names."""
+    if cfg.kind == "encoder-decoder":  # what both sides share is there twice, and there always is a bias
+        sides = {f"target_{name}": value for name, value in ours.items() if name.startswith("embedding.")}
+        sides.pop("target_embedding.token.weight")
+        ours = {"head.bias": torch.zeros(cfg.vocab), **sides, **ours}
     theirs = {}
     for name, value in ours.items():
-        for parts in locate(architecture, name):
-            sizes = _sizes(len(parts), value.shape[0], cfg.width)
-            for part, rows in zip(parts, value.split_with_sizes(sizes), strict=True):
-                theirs[part] = _to_theirs(part, rows, cfg).contiguous().clone()
-    if cfg.kind == "encoder-decoder":
-        theirs[_LOGITS_BIAS] = torch.zeros(1, cfg.vocab)
+        parts = locate(architecture, name)
+        sizes = _sizes(len(parts), value.shape[0], cfg.width)
+        for part, rows in zip(parts, value.split_with_sizes(sizes), strict=True):
+            theirs[part] = _to_theirs(part, rows, cfg).contiguous().clone()
     return theirs
 
 
@@ -252,7 +250,7 @@ def _to_theirs(name: str, value: Tensor, cfg: ModelConfig) -> Tensor:
         return value.view(-1, cfg.channels, cfg.patch, cfg.patch)
     if name == "vit.embeddings.cls_token":
         return value.view(1, 1, -1)
-    return value[None] if name == "vit.embeddings.position_embeddings" else value
+    return value[None] if name in ("vit.embeddings.position_embeddings", _LOGITS_BIAS) else value
 
 
 def _is_transposed(name: str) -> bool:
