@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
@@ -22,12 +23,12 @@ from stretto.bench.measure import Contestant
 from stretto.config import Config, ModelConfig
 from stretto.data.packing import find_slots, spread, to_tensor
 from stretto.errors import ConfigError
+from stretto.families import choose_family, write_model
 from stretto.optim import build_optimizer, clip_gradients
 from stretto.step import autocast, resolve_precision
 
 # How each is compiled; None: not at all.
 MODES: dict[str, dict[str, str] | None] = {"eager": None, "compile": {}, "graphs": {"mode": "reduce-overhead"}}
-_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "swiglu": "silu"}
 
 
 def build_peer(
@@ -104,15 +105,26 @@ def _place(draws: Sequence[Draw], cfg: ModelConfig, device: torch.device) -> lis
 def build_model(cfg: ModelConfig, weights: torch.dtype, own: Mapping[str, Any]) -> nn.Module:
     """The stock class of this kind, with fresh weights, in training mode."""
     hf: Any = import_module("transformers")  # only where it is needed: it is large, and may be missing
-    auto, shape = {
-        "decoder": (hf.AutoModelForCausalLM, _llama if cfg.positions == "rotary" else _gpt2),
-        "encoder": (hf.AutoModelForMaskedLM, _bert),
-        "encoder-decoder": (hf.AutoModelForSeq2SeqLM, _marian),
-        "vit": (hf.AutoModelForImageClassification, _vit),
+    auto = {
+        "decoder": hf.AutoModelForCausalLM,
+        "encoder": hf.AutoModelForMaskedLM,
+        "encoder-decoder": hf.AutoModelForSeq2SeqLM,
+        "vit": hf.AutoModelForImageClassification,
     }[cfg.kind]
-    shaped = hf.AutoConfig.for_model(**own) if own else shape(hf, cfg)
-    model: nn.Module = auto.from_config(shaped, dtype=weights, attn_implementation="sdpa")
+    shape = hf.AutoConfig.for_model(**(own or _describe(cfg)))
+    model: nn.Module = auto.from_config(shape, dtype=weights, attn_implementation="sdpa")
     return model.train()
+
+
+def _describe(cfg: ModelConfig) -> dict[str, Any]:
+    """Its configuration, where it has a counterpart among our models."""
+    kind = choose_family(asdict(cfg))
+    # Special tokens play no part here, but by default they may lie outside of a small vocabulary.
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    if cfg.kind == "encoder-decoder":
+        tokens |= {"pad_token_id": 0, "decoder_start_token_id": 0}
+    options = {"model_type": kind, "use_cache": False, **tokens} | write_model(kind, asdict(cfg))
+    return options | ({"num_labels": cfg.classes} if cfg.classes else {})
 
 
 def to_inputs(draw: Draw, cfg: ModelConfig) -> dict[str, Tensor]:
@@ -134,52 +146,3 @@ def _pad(text: Text, values: Any, fill: int) -> Tensor:
     rows = len(text.lengths)
     padded = spread(values, find_slots(text.lengths, text.width), rows * text.width, fill)
     return to_tensor(padded).view(rows, text.width)
-
-
-def _gpt2(hf: Any, cfg: ModelConfig) -> Any:
-    return hf.GPT2Config(
-        n_layer=cfg.layers, n_embd=cfg.width, n_head=cfg.heads, n_inner=cfg.mlp_width or None, n_positions=cfg.max_len,
-        vocab_size=cfg.vocab, layer_norm_epsilon=cfg.norm_eps, activation_function=_ACTIVATIONS[cfg.activation],
-        resid_pdrop=cfg.dropout, embd_pdrop=cfg.dropout, attn_pdrop=cfg.attention_dropout, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-
-
-def _llama(hf: Any, cfg: ModelConfig) -> Any:
-    return hf.LlamaConfig(
-        num_hidden_layers=cfg.layers, hidden_size=cfg.width, num_attention_heads=cfg.heads,
-        num_key_value_heads=cfg.kv_heads or cfg.heads, intermediate_size=cfg.mlp_width or 4 * cfg.width,
-        vocab_size=cfg.vocab, rms_norm_eps=cfg.norm_eps, rope_theta=cfg.rope_theta, hidden_act="silu",
-        max_position_embeddings=cfg.max_len, tie_word_embeddings=cfg.tied, attention_dropout=cfg.attention_dropout,
-        use_cache=False, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-
-
-def _bert(hf: Any, cfg: ModelConfig) -> Any:
-    return hf.BertConfig(
-        num_hidden_layers=cfg.layers, hidden_size=cfg.width, num_attention_heads=cfg.heads,
-        intermediate_size=cfg.mlp_width or 4 * cfg.width, vocab_size=cfg.vocab, max_position_embeddings=cfg.max_len,
-        type_vocab_size=cfg.token_types, layer_norm_eps=cfg.norm_eps, hidden_act=_ACTIVATIONS[cfg.activation],
-        hidden_dropout_prob=cfg.dropout, attention_probs_dropout_prob=cfg.attention_dropout,
-    )  # fmt: skip
-
-
-def _marian(hf: Any, cfg: ModelConfig) -> Any:
-    inner = cfg.mlp_width or 4 * cfg.width
-    return hf.MarianConfig(
-        encoder_layers=cfg.layers, decoder_layers=cfg.decoder_layers or cfg.layers, d_model=cfg.width,
-        encoder_attention_heads=cfg.heads, decoder_attention_heads=cfg.heads, encoder_ffn_dim=inner,
-        decoder_ffn_dim=inner, activation_function=_ACTIVATIONS[cfg.activation], scale_embedding=cfg.embed_scale,
-        vocab_size=cfg.vocab, decoder_vocab_size=cfg.vocab, max_position_embeddings=cfg.max_len, dropout=cfg.dropout,
-        attention_dropout=cfg.attention_dropout, activation_dropout=cfg.activation_dropout, use_cache=False,
-        pad_token_id=0, decoder_start_token_id=0, eos_token_id=0, forced_eos_token_id=None,
-    )  # fmt: skip
-
-
-def _vit(hf: Any, cfg: ModelConfig) -> Any:
-    return hf.ViTConfig(
-        num_hidden_layers=cfg.layers, hidden_size=cfg.width, num_attention_heads=cfg.heads,
-        intermediate_size=cfg.mlp_width or 4 * cfg.width, image_size=cfg.image_size, patch_size=cfg.patch,
-        num_channels=cfg.channels, layer_norm_eps=cfg.norm_eps, hidden_act=_ACTIVATIONS[cfg.activation],
-        hidden_dropout_prob=cfg.dropout, attention_probs_dropout_prob=cfg.attention_dropout, num_labels=cfg.classes,
-    )  # fmt: skip

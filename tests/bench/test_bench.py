@@ -91,7 +91,7 @@ def test_a_contestant_that_fails_says_why(tmp_path: Path) -> None:
     overrides = [*CPU_ONLY, "model.embed_norm=true"]  # which GPT-2 does not have
     job = contest.prepare(NAME, "hf eager", overrides, tmp_path)
     result = contest.run_job(job, steps=2)
-    assert "not the same model" in result["failed"] and "\n" not in result["failed"]
+    assert "model.embed_norm = True where it has False" in result["failed"] and "\n" not in result["failed"]
     assert "Traceback" in job.stem.with_suffix(".log").read_text()
 
 

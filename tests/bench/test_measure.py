@@ -135,9 +135,9 @@ def test_ceilings_are_of_a_possible_size() -> None:
 
 
 def test_peers_with_another_number_of_parameters_are_refused() -> None:
-    workload = fit_to_device(WORKLOADS["gpt2_small_32x1024"], "cpu")
-    config = build_config(make_recipe(workload, "hf eager") | {"model": workload.model | {"embed_norm": True}})
-    with pytest.raises(ConfigError, match="parameters"):
+    workload = fit_to_device(WORKLOADS["transformer_big_mt_512"], "cpu")
+    config = build_config(make_recipe(workload, "hf eager") | {"model": workload.model | {"head_bias": True}})
+    with pytest.raises(ConfigError, match="parameters"):  # their bias of the logits is not trained
         build_peer(config, [], "eager", CPU, torch.float32)
 
 
