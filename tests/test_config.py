@@ -29,6 +29,11 @@ from stretto.recipes import find_recipe, list_recipes
         ({"model": {"width": 30, "heads": 4}}, ["model.width", "model.heads"]),
         ({"model": {"kv_heads": 3}}, ["model.kv_heads"]),
         ({"model": {"dropout": 1.0}}, ["model.dropout"]),
+        ({"model": {"head_bias": True}}, ["model.head_bias", "'decoder'"]),
+        ({"model": {"embed_shared": False}}, ["model.embed_shared", "'decoder'"]),
+        ({"model": {"rope_scaling": {"factor": 8.0}}}, ["[model.rope_scaling]", "'learned'"]),
+        ({"model": {"positions": "rotary", "rope_scaling": {"factr": 8.0}}}, ["model.rope_scaling.factr", "'factor'"]),
+        ({"model": {"positions": "rotary", "rope_scaling": {"low_freq_factor": 4.0}}}, ["high_freq_factor", "larger"]),
         ({"model": {"kind": "encoder"}}, ["data.task", "model.kind"]),
         ({"data": {"seq_len": 4096}}, ["data.seq_len", "model.max_len"]),
         ({"data": {"task": "translation"}, "model": {"kind": "encoder-decoder"}}, ["data.languages"]),
@@ -98,7 +103,8 @@ def test_dump_and_load_give_the_same_config(tmp_path: Path, preset: str) -> None
         "seq_len": 64,
         "train": 'a "b" \\ ü \U0001f600 \x7f',
     }
-    config = build_config({"model": {"preset": preset}, "data": data})
+    scaled = {"rope_scaling": {"factor": 32.0}} if preset == "llama-1b" else {}
+    config = build_config({"model": {"preset": preset, **scaled}, "data": data})
     (tmp_path / "c.toml").write_text(dump_config(config), encoding="utf-8")
     assert load_config(tmp_path / "c.toml") == config
 

@@ -277,6 +277,25 @@ def test_resume_of_another_configuration_lists_the_differences(make_config: Make
         train(make_config(optim__lr=0.02, run__seed=3), resume=True)
 
 
+def test_a_run_of_a_version_with_fewer_options_can_be_resumed(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as those it did not have are at their defaults."""
+    whole = stretto.train._identity
+
+    def older(run: Any) -> dict[str, Any]:
+        identity = whole(run)
+        del identity["model"]["head_bias"], identity["model"]["embed_shared"], identity["model"]["norm_order"]
+        return identity
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stretto.train, "_identity", older)
+        train(make_config(train__steps=2))
+    train(make_config(), resume=True)
+    with pytest.raises(CheckpointError, match=r"configuration: model\.norm_order was 'pre', is 'post'$"):
+        train(make_config(model__norm_order="post"), resume=True)
+
+
 def test_resume_falls_back_over_a_damaged_checkpoint(
     make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,9 @@ def test_a_resumed_run_needs_the_folder_no_more(published: dict[str, Path], tmp_
     again = load_config(run / "config.toml", ["train.steps=6"])
     assert again.data.tokenizer == again.model.init == str(tmp_path / "source")
     assert load_config(run / "config.toml").model.layers == 2 and build_config({}).model.init == ""
+    older = [line for line in (run / "config.toml").read_text().splitlines() if "head_bias" not in line]
+    (tmp_path / "older.toml").write_text("\n".join(older))  # of a version that did not have this option
+    assert load_config(tmp_path / "older.toml", ["train.steps=6"]) == again
     train(replace(again, train=replace(again.train, steps=4)), resume=True)
     train(start(tmp_path, tmp_path / "moved"), resume=True)
     ends = [checkpoint.load(folder / "checkpoints", 6).weights for folder in (whole, run)]
