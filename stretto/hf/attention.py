@@ -17,7 +17,8 @@ from transformers.masking_utils import sdpa_mask
 
 from stretto.attention import attend
 from stretto.batch import dense_layout
-from stretto.hf.packing import Packing, current_call
+from stretto.hf.call import current_call
+from stretto.hf.packing import Packing
 
 NAME = "stretto"
 

@@ -7,6 +7,9 @@ replaces (see swap.py), reads the same parameters and gives the same result up t
     FusedMLP           both linear layers around an activation as one differentiable unit
     FusedGatedMLP      two products of one input side by side in one matrix, and SwiGLU between its halves
     FusedResidualNorm  linear layer, dropout, residual add and norm: one product and one pass (BERT's "output")
+    FusedLayer         a layer inside which sums wait for the norm behind them (pending.py)
+    FusedLinear        a linear layer whose bias is added by what follows: an activation, or that norm
+    FusedActivation    an activation that a layer calls by itself, with the bias before it and the dropout behind it
 
 Activations have any leading shape, [..., C]; the kernels see [T, C]. The precision is that of the original: under
 autocast products are in its precision, norms and sums in fp32.
@@ -19,8 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
+from stretto.hf.call import current_call
+from stretto.hf.pending import Pending, compute, deferring, is_deferring
 from stretto.ops.activation import activate
 from stretto.ops.dropout import draw_keys
 from stretto.ops.linear import linear, linears
@@ -37,6 +43,7 @@ class Parts:
     dropout: str | None = None
     activation: str | None = None  # a kind of ops/activation.py
     inner_dropout: bool = False  # whether the dropout stands between the two products
+    defers: bool = False  # whether the bias of its last product is left to what follows
 
 
 class Fused(nn.Module):
@@ -71,6 +78,12 @@ class Fused(nn.Module):
 
 class FusedNorm(Fused):
     def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if isinstance(x, Pending):
+            parts = norm_parts(self)
+            y = x.normalise(*parts) if norm_dtype(x.dtype, parts[0]) == x.dtype else None
+            if y is not None:
+                return y
+            x = x.compute()
         return normalise(x.flatten(0, -2), self).view(x.shape)
 
 
@@ -91,8 +104,10 @@ class FusedMLP(Fused):
         up, down = (self.child(name) for name in self.parts.linears)
         p, key = self.draw(x) if self.parts.inner_dropout else (0.0, None)
         assert self.parts.activation is not None
-        weights = weight_of(up), up.bias, weight_of(down), down.bias
+        later = self.parts.defers and is_deferring()
+        weights = weight_of(up), up.bias, weight_of(down), None if later else down.bias
         y = mlp(x.flatten(0, -2), *weights, self.parts.activation, p, key, recompute=False).view(*x.shape[:-1], -1)
+        y = Pending(self, y, down.bias) if later else y
         return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
 
 
@@ -102,7 +117,9 @@ class FusedGatedMLP(Fused):
         biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
         h = linears(x.flatten(0, -2), [weight_of(gate), weight_of(up)])
         h = activate(h, biases, "swiglu", *(self.draw(x) if self.parts.inner_dropout else (0.0, None)))
-        y = project(h, down).view(*x.shape[:-1], -1)
+        later = self.parts.defers and is_deferring()
+        y = (linear(h, weight_of(down)) if later else project(h, down)).view(*x.shape[:-1], -1)
+        y = Pending(self, y, down.bias) if later else y
         return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
 
 
@@ -118,6 +135,50 @@ class FusedResidualNorm(Fused):
         return y.view(residual.shape)
 
 
+class FusedLayer(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        with deferring():
+            out = super().forward(*args, **kwargs)
+        if self.hands_on():
+            return out
+        return compute(out) if isinstance(out, Tensor) else tree_map_only(Pending, compute, out)
+
+    def hands_on(self) -> bool:
+        """Whether the next layer of the stack is what reads its result, and nobody else."""
+        call = current_call()
+        return call is not None and self in call.chain and not self._forward_hooks and "forward" not in vars(self)
+
+
+class FusedLinear(nn.Module):
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_deferring():
+            plain: Tensor = super().forward(x)
+            return plain
+        x = compute(x)
+        return Pending(self, linear(x.flatten(0, -2), weight_of(self)).view(*x.shape[:-1], -1), self.bias)
+
+
+class FusedActivation(nn.Module):
+    parts: Parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_deferring():
+            plain: Tensor = super().forward(x)
+            return plain
+        if isinstance(x, Pending) and x.waits_for_activation() and self.parts.activation != "relu":
+            assert x.product is not None
+            made = Pending(self, x.product, x.bias, self.parts.activation)
+            x.note_use()
+            made.note_use()
+            return made
+        return Pending(self, compute(x), None, self.parts.activation)
+
+
 def expand(x: Tensor, dense: nn.Module, kind: str | None) -> Tensor:
     """act(dense(x)); the bias is added by the activation, but for ReLU, where rounding without it could turn a sign."""
     assert kind is not None
@@ -129,8 +190,7 @@ def expand(x: Tensor, dense: nn.Module, kind: str | None) -> Tensor:
 def project(x: Tensor, dense: nn.Module) -> Tensor:
     """dense(x)"""
     bias: Tensor | None = dense.bias  # type: ignore[assignment]
-    product = linear(x, weight_of(dense))
-    return product if bias is None else product + bias.to(product.dtype)
+    return linear(x, weight_of(dense), bias)
 
 
 def normalise(x: Tensor, module: nn.Module) -> Tensor:

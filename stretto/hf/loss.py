@@ -19,15 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from stretto.hf.call import Call, current_call, set_call
 from stretto.hf.layers import Parts
-from stretto.hf.packing import Call, current_call, set_call
+from stretto.hf.pending import METADATA
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.language import product_dtype
-
-_PROPERTIES: list[Any] = [Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.is_cuda, Tensor.layout]
-METADATA = {p.__get__ for p in _PROPERTIES} | {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

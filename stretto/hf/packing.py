@@ -20,7 +20,6 @@ distance. Compiled code keeps it too: how many tokens are real is not known to a
 from __future__ import annotations
 
 import inspect
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE, Layout, dense_layout
+from stretto.hf.call import Call, current_call, set_call
 from stretto.hf.roles import Stack
 
 
@@ -47,9 +47,7 @@ class Packing:
     last: nn.Module | None = None  # the layer behind which the rectangle comes back
 
     def pack(self, x: Tensor) -> Tensor:
-        """[N, S, ...], or [1, S, ...] for all rows alike, to [1, T, ...]; what is packed stays."""
-        if x.shape[:2] == (1, self.tokens) and (self.rows, self.length) != (1, self.tokens):
-            return x
+        """[N, S, ...], or [1, S, ...] for all rows alike, to [1, T, ...]."""
         x = x.expand(self.rows, *x.shape[1:]).flatten(0, 1)
         return (x if self.index is None else x[self.index])[None]
 
@@ -61,30 +59,6 @@ class Packing:
     @property
     def tokens(self) -> int:
         return self.rows * self.length if self.index is None else len(self.index)
-
-
-@dataclass
-class Call:
-    """A call of a model that has not returned yet."""
-
-    model: nn.Module | None  # None: a piece of work on behalf of the outer one
-    outer: Call | None
-    rectangle: bool  # whether padding must stay
-    lazy: bool  # whether logits are wanted for a loss alone (loss.py)
-    stack: Stack | None = None
-    own: Packing | None = None
-    memory: Packing | None = None  # of the encoder's output
-
-
-_call: ContextVar[Call | None] = ContextVar("stretto_call", default=None)
-
-
-def current_call() -> Call | None:
-    return _call.get()
-
-
-def set_call(call: Call | None) -> None:
-    _call.set(call)
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
@@ -118,6 +92,7 @@ def enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     stack: Stack | None,
+    chain: tuple[nn.Module, ...],
     unpad: bool,
     loss: bool,
     packed: bool,
@@ -138,6 +113,8 @@ def enter(
         lazy=(outer is not None and outer.lazy)
         or (loss and labels is not None and model.training and torch.is_grad_enabled()),
     )
+    if chain and not _is_recomputed(model, chain[0]) and not _wants(model, given, "output_hidden_states"):
+        call.chain = chain
     set_call(call)
     if "use_cache" in names and model.training and given.get("use_cache") is None:
         args, kwargs = _replace(model, args, kwargs, "use_cache", False)  # nobody reads a cache while training
@@ -159,6 +136,11 @@ def leave(model: nn.Module, args: Any, output: Any) -> None:
 def _wants(model: PreTrainedModel, given: dict[str, Any], name: str) -> bool:
     value = given.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)
+
+
+def _is_recomputed(model: PreTrainedModel, layer: nn.Module) -> bool:
+    """Whether layers run again in the backward pass, from tensors that autograd has to know."""
+    return model.training and any(getattr(module, "gradient_checkpointing", False) for module in (model, layer))
 
 
 def _mask_name(names: tuple[str, ...]) -> str:
@@ -308,7 +290,8 @@ class PackedLayer(nn.Module):
         own, memory = given.get("attention_mask"), given.get("encoder_attention_mask")
         if not isinstance(own, Packing):
             return super().forward(*args, **kwargs)
-        for name in ("hidden_states", "position_ids", "position_embeddings"):
+        first = given["hidden_states"].shape[:2] != (1, own.tokens)  # the layers after it are given what it packed
+        for name in ("hidden_states",) * first + ("position_ids", "position_embeddings"):
             if given.get(name) is not None:
                 args, kwargs = _replace(self, args, kwargs, name, _pack_all(own, given[name]))
         if isinstance(memory, Packing):

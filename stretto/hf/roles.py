@@ -143,8 +143,13 @@ def _letter(module: nn.Module) -> str | None:
         return "D"
     if _is_norm(module):
         return "N"
+    return "A" if is_activation(module) else None
+
+
+def is_activation(module: nn.Module) -> bool:
+    """Whether it may be one: it has nothing of its own."""
     leaf = not list(module.children()) and not list(module.parameters()) and not list(module.buffers())
-    return "A" if leaf and not isinstance(module, nn.Identity) else None
+    return leaf and not isinstance(module, nn.Identity | nn.Dropout)
 
 
 def _arity(module: nn.Module) -> int:

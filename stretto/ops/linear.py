@@ -6,7 +6,7 @@ The two do not need each other. With few tokens neither fills the GPU (512 token
 128 x 128, for 132 processors), so the second one gets a stream of its own, from after what came before to before what
 comes next; in a CUDA graph they become two branches. Products of many tokens run one after the other.
 
-Shapes: x [T, C], weight [O, C], dout [T, O]. Saved for backward: x, weight.
+Shapes: x [T, C], weight [O, C], bias [O], dout [T, O]. Saved for backward: x, weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.language import product_dtype
+from stretto.ops.language import product_dtype, wide_dtype
 from stretto.ops.op import define
 
 FEW = 2048  # tokens
@@ -64,20 +64,23 @@ def linear_gradients(dout: Tensor, x: Tensor | None, weight: Tensor | None) -> t
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        need_x, need_weight = ctx.needs_input_grad
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        need_x, need_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        return F.linear(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return linear_gradients(dout, *ctx.saved_tensors)
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dbias = dout.sum(0, dtype=wide_dtype(dout.dtype)).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return *linear_gradients(dout, *ctx.saved_tensors), dbias
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, C] times weight [O, C], transposed, in the dtype of x or, like F.linear, of an enclosing autocast."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, C] times weight [O, C], transposed, plus bias [O], in the dtype of x or, like F.linear, of an enclosing
+    autocast. The product itself adds the bias."""
     dtype = product_dtype(x)
-    out: Tensor = _Linear.apply(x.to(dtype), weight.to(dtype))
+    out: Tensor = _Linear.apply(x.to(dtype), weight.to(dtype), bias)
     return out
 
 

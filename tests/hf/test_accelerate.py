@@ -28,23 +28,25 @@ EXPECTED = {
     "bert": {"norm": 1, "dense": 2, "residual norm": 4, "transform": 1, "attention": 2, "padding": 1, "loss": 1},
     "bert-classes": {"norm": 1, "dense": 2, "residual norm": 4, "attention": 2, "padding": 1},
     "roberta": {"norm": 2, "dense": 2, "residual norm": 4, "attention": 2, "padding": 1, "loss": 1},
-    "gpt2": {"norm": 5, "mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "llama": {"norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "mistral": {"norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "qwen2": {"norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "qwen3": {"norm": 9, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "vit": {"norm": 5, "mlp": 2, "attention": 2},
-    "bart": {"norm": 12, "attention": 6, "padding": 2, "loss": 1},
-    "marian": {"norm": 10, "attention": 6, "padding": 2, "loss": 1},
-    "t5": {"norm": 12, "mlp": 4, "attention": 6, "padding": 2, "loss": 1},
-    "t5-gated": {"norm": 12, "attention": 6, "padding": 2, "loss": 1},
+    "gpt2": {"residual": 1, "norm": 5, "mlp": 2, "attention": 2, "padding": 1, "loss": 1},
+    "llama": {"residual": 1, "norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
+    "mistral": {"residual": 1, "norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
+    "qwen2": {"residual": 1, "norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
+    "qwen3": {"residual": 1, "norm": 9, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
+    "vit": {"residual": 1, "norm": 5, "mlp": 2, "attention": 2},
+    "bart": {"residual": 2, "norm": 12, "attention": 6, "padding": 2, "loss": 1},
+    "marian": {"residual": 2, "norm": 10, "attention": 6, "padding": 2, "loss": 1},
+    "t5": {"residual": 2, "norm": 12, "mlp": 4, "attention": 6, "padding": 2, "loss": 1},
+    "t5-gated": {"residual": 2, "norm": 12, "attention": 6, "padding": 2, "loss": 1},
 }
 
 
 for family in RECTANGULAR:
-    EXPECTED[family] = {r: count for r, count in EXPECTED[family].items() if r not in ("attention", "padding")}
+    EXPECTED[family] = {
+        r: count for r, count in EXPECTED[family].items() if r not in ("attention", "padding", "residual")
+    }
 if OLD:
-    EXPECTED["vit"] = {"norm": 5, "dense": 2, "attention": 2}
+    EXPECTED["vit"] = {"residual": 1, "norm": 5, "dense": 2, "attention": 2}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

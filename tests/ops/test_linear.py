@@ -27,6 +27,11 @@ def test_parity(tokens: int, dtype: torch.dtype) -> None:
     assert_parity(linear, F.linear, arguments(tokens), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_with_a_bias(dtype: torch.dtype) -> None:
+    assert_parity(linear, F.linear, [*arguments(), rand(40, seed=2)], dtype)
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_only_what_is_needed(frozen: int) -> None:
     """The other factor is not even kept."""
@@ -58,6 +63,7 @@ def test_op_and_compilation() -> None:
     x, weight = arguments()
     assert_op(family._linear_backward.overload, (rand(7, 40, seed=2), x, weight))
     assert_compiles(linear, [x, weight])
+    assert_compiles(linear, [x, weight, rand(40, seed=3)])
 
     def cast(x: Tensor, weight: Tensor) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
