@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from stretto.hf.packing import Packing
@@ -25,6 +25,10 @@ class Call:
     stack: Stack | None = None
     own: Packing | None = None
     memory: Packing | None = None  # of the encoder's output
+    packed: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list
+    )  # what all layers are given, and it without padding
+    angles: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cosines as they were given, and what the kernel reads
 
 
 _call: ContextVar[Call | None] = ContextVar("stretto_call", default=None)

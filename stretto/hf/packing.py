@@ -8,8 +8,8 @@ around its layers; only the layers see less of it:
     last layer     [1, T, C] becomes [N, S, C] again, zero where there is padding
 
 So positions, poolers, heads and outputs are the model's own. A hook on each model (`enter`, `leave`) decides, before
-any mask is built, whether this call is packed; each layer is then handed the Packing in place of its mask. It travels
-as an argument, so that a layer that is recomputed in the backward pass finds it again.
+any mask is built, whether this call is packed; each layer is then handed the Packing in place of its mask. All of it
+travels as arguments, so that a layer that is recomputed in the backward pass finds it again.
 
 Packed documents are the same with nothing to leave out: rows of [N, S] hold several documents, whose ends are given by
 position_ids that start anew, or by cu_seq_lens_q. A rectangle is kept where the result would not be the same: labels on
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE, Layout, dense_layout
 from stretto.hf.call import Call, current_call, set_call
-from stretto.hf.roles import Stack
+from stretto.hf.roles import Stack, is_ours
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 @cache
 def _find_names(kind: Any) -> tuple[str, ...]:
-    theirs = (base for base in kind.__mro__ if "forward" in vars(base) and not base.__module__.startswith("stretto."))
+    theirs = (base for base in kind.__mro__ if "forward" in vars(base) and not is_ours(base))
     return tuple(inspect.signature(next(theirs).forward).parameters)[1:]
 
 
@@ -275,33 +275,42 @@ class PackedLayer(nn.Module):
     """Mixed into the layers of a stack."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            call = current_call()
-            if call is not None and call.own is not None and call.stack is not None and self in call.stack.layers:
-                args, kwargs = _replace(self, args, kwargs, "attention_mask", call.own)
-                if call.memory is not None:
-                    args, kwargs = _replace(self, args, kwargs, "encoder_attention_mask", call.memory)
+        call = None if torch.compiler.is_compiling() else current_call()
+        if call is not None and call.own is not None and call.stack is not None and self in call.stack.layers:
+            args, kwargs = self._pack_arguments(call, call.own, args, kwargs)
         return super().__call__(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
+    def _pack_arguments(
+        self, call: Call, own: Packing, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What all layers are given is packed once, hidden states for the first layer. Not in `forward`: a layer
+        that is recomputed in the backward pass is then given what it was given before."""
         given = _given(self, args, kwargs)
-        own, memory = given.get("attention_mask"), given.get("encoder_attention_mask")
-        if not isinstance(own, Packing):
-            return super().forward(*args, **kwargs)
-        first = given["hidden_states"].shape[:2] != (1, own.tokens)  # the layers after it are given what it packed
-        for name in ("hidden_states",) * first + ("position_ids", "position_embeddings"):
+        if given["hidden_states"].shape[:2] != (1, own.tokens):
+            args, kwargs = _replace(self, args, kwargs, "hidden_states", own.pack(given["hidden_states"]))
+        for name in ("position_ids", "position_embeddings"):
             if given.get(name) is not None:
-                args, kwargs = _replace(self, args, kwargs, name, _pack_all(own, given[name]))
-        if isinstance(memory, Packing):
-            packed = memory.pack(given["encoder_hidden_states"])
-            args, kwargs = _replace(self, args, kwargs, "encoder_hidden_states", packed)
+                args, kwargs = _replace(self, args, kwargs, name, _pack_once(call, own, given[name]))
+        args, kwargs = _replace(self, args, kwargs, "attention_mask", own)
+        if call.memory is not None:
+            memory = _pack_once(call, call.memory, given["encoder_hidden_states"])
+            args, kwargs = _replace(self, args, kwargs, "encoder_hidden_states", memory)
+            args, kwargs = _replace(self, args, kwargs, "encoder_attention_mask", call.memory)
+        return args, kwargs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        if self is not own.last:
+        own = None if torch.compiler.is_compiling() else _given(self, args, kwargs).get("attention_mask")
+        if not isinstance(own, Packing) or self is not own.last:
             return out
         return own.unpack(out) if isinstance(out, Tensor) else (own.unpack(out[0]), *out[1:])
 
 
-def _pack_all(packing: Packing, value: Any) -> Any:
-    return packing.pack(value) if isinstance(value, Tensor) else type(value)(packing.pack(x) for x in value)
+def _pack_once(call: Call, packing: Packing, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return type(value)(_pack_once(call, packing, x) for x in value)
+    for before, packed in call.packed:
+        if before is value:
+            return packed
+    call.packed.append((value, packing.pack(value)))
+    return call.packed[-1][1]

@@ -158,9 +158,14 @@ def _arity(module: nn.Module) -> int:
     return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
+def is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("stretto.")
+
+
 def calls_attention_interface(module: nn.Module) -> bool:
     """Whether attention goes through the functions that are registered with transformers."""
-    forward = inspect.unwrap(type(module).forward)
+    kinds = (kind for kind in type(module).__mro__ if "forward" in vars(kind) and not is_ours(kind))
+    forward = inspect.unwrap(vars(next(kinds))["forward"])
     return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 

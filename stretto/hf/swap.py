@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -31,7 +31,19 @@ from stretto.hf.layers import Fused, FusedActivation, FusedGatedMLP, FusedLayer,
 from stretto.hf.loss import LazyHead
 from stretto.hf.packing import PackedLayer, argument_names, enter, leave
 from stretto.hf.pending import note_useful
-from stretto.hf.roles import NONE, Site, Stack, draw_inputs, find_activation, is_activation, quietly, sites, stacks
+from stretto.hf.projections import FusedAttention, FusedProjection, Rotated, find_groups, with_rotary
+from stretto.hf.roles import (
+    NONE,
+    Site,
+    Stack,
+    calls_attention_interface,
+    draw_inputs,
+    find_activation,
+    is_activation,
+    quietly,
+    sites,
+    stacks,
+)
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -150,7 +162,8 @@ def _check(model: nn.Module) -> None:
 
 @cache
 def _mix(ours: Any, theirs: Any, parts: Parts) -> type[nn.Module]:
-    made: type[nn.Module] = type(theirs.__name__, (ours, theirs), {"parts": parts, "__doc__": theirs.__doc__})
+    own = {"parts": parts} if parts != NONE or not hasattr(theirs, "parts") else {}  # a second one of ours keeps them
+    made: type[nn.Module] = type(theirs.__name__, (ours, theirs), {"__doc__": theirs.__doc__} | own)
     made.__qualname__ = theirs.__qualname__
     return made
 
@@ -245,40 +258,73 @@ def _ancestors(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 def _swap_layers(stack: Stack, done: list[Site]) -> tuple[nn.Module, ...]:
-    """Lets the sums of a stack's layers wait for their norms: the layers whose result then may wait for the next one.
-
-    Every linear layer and activation that stands alone, and every MLP, leaves its last steps to what follows; those of
-    which nothing does more than read them become again what they were, and the others must give the same result."""
+    """What a stack's layers do between the modules we know, one thing after the other, as far as results stay the same.
+    Gives the layers whose result may wait for the next one."""
     inputs = _draw_batch(stack)
     if inputs is None:
         return ()
-    chain = tuple(stack.layers)[:-1]
+    chain, plain, changed = tuple(stack.layers)[:-1], {layer: type(layer) for layer in stack.layers}, False
     expected = _learn_stack(stack, inputs, ())
-    before = {module: type(module) for module in stack.layers.modules()}
-    try:
-        _swap_pieces(stack)
-        with note_useful() as useful:
-            _learn_stack(stack, inputs, chain)
-        for module, kind in before.items():
-            if module not in useful and module not in set(stack.layers):
+    for layer in stack.layers:
+        swap(layer, FusedLayer)
+    learn = partial(_learn_stack, stack, inputs, chain)
+    for role, change in (("rotary", _swap_rotary), ("projections", _swap_projections), ("residual", _swap_sums)):
+        before, problem = {module: type(module) for module in stack.layers.modules()}, None
+        try:
+            if not change(stack, learn):
+                continue
+            if not all(_close(a, b, 1024) for a, b in zip(learn(), expected, strict=True)):
+                problem = "it gives other results"
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            problem = f"it cannot take its place: {error}"
+        if problem:
+            for module, kind in before.items():
                 module.__class__ = kind
-        found = _learn_stack(stack, inputs, chain)
-        same = all(_close(a, b, 1024) for a, b in zip(found, expected, strict=True))
-        problem = None if same else "sums that wait for their norms give other results"
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-        useful, problem = set(), f"sums cannot wait for their norms: {error}"
-    if problem or not useful:
-        for module, kind in before.items():
-            module.__class__ = kind
-    if problem or useful:
-        done.append(Site(stack.name, "residual", stack.owner, problem=problem))
-    return () if problem else chain
+        changed |= problem is None
+        done.append(Site(stack.name, role, stack.owner, problem=problem))
+    if not changed:
+        for layer, kind in plain.items():
+            layer.__class__ = kind
+    return chain if changed else ()
 
 
-def _swap_pieces(stack: Stack) -> None:
+def _swap_rotary(stack: Stack, learn: Callable[[], Any]) -> bool:
+    attentions = [module for module in stack.layers.modules() if calls_attention_interface(module)]
+    for attention in attentions:
+        kind: Any = type(attention)
+        attention.__class__ = with_rotary(kind) or kind
+    return any(isinstance(attention, Rotated) for attention in attentions)
+
+
+def _swap_projections(stack: Stack, learn: Callable[[], Any]) -> bool:
+    """Linear layers of an attention module that are given one input."""
+    attentions = [module for module in stack.layers.modules() if calls_attention_interface(module)]
+    calls: dict[nn.Module, list[tuple[str, nn.Module, Tensor]]] = {module: [] for module in attentions}
+    hooks = []
+    for attention in attentions:
+        for name, child in attention.named_children():
+            if type(child) is nn.Linear and not child._forward_hooks and not child._forward_pre_hooks:
+                note = partial(lambda to, name, child, args: to.append((name, child, args[0])), calls[attention], name)
+                hooks.append(child.register_forward_pre_hook(note))
+    learn()
+    for hook in hooks:
+        hook.remove()
+    groups = [(attention, names) for attention in attentions for names in find_groups(calls[attention])[:1]]
+    for attention, names in groups:
+        swap(attention, FusedAttention, Parts(linears=names))
+        for name in names:
+            swap(attention.get_submodule(name), FusedProjection)
+    return bool(groups)
+
+
+def _swap_sums(stack: Stack, learn: Callable[[], Any]) -> bool:
+    """Every linear layer and activation that stands alone, and every MLP, leaves its last steps to what follows; those
+    of which nothing does more than read them become again what they were."""
+    before: dict[nn.Module, type[nn.Module]] = {}
     for layer in stack.layers:
         known = {part for module in layer.modules() if isinstance(module, Fused) for part in module.children()}
         for module in [m for m in layer.modules() if m not in known]:
+            before[module] = type(module)
             if isinstance(module, FusedMLP | FusedGatedMLP):
                 ours, theirs = type(module).__bases__
                 module.__class__ = _mix(ours, theirs, replace(module.parts, defers=True))  # type: ignore[assignment]
@@ -286,11 +332,17 @@ def _swap_pieces(stack: Stack) -> None:
                 swap(module, FusedLinear)
             elif is_activation(module) and (kind := find_activation(module)) not in (None, "swiglu"):
                 swap(module, FusedActivation, Parts(activation=kind))
-        swap(layer, FusedLayer)
+    with note_useful() as useful:
+        learn()
+    for module, original in before.items():
+        if module not in useful:
+            module.__class__ = original
+    return bool(useful)
 
 
 def _learn_stack(stack: Stack, inputs: dict[str, Any], chain: tuple[nn.Module, ...]) -> list[Tensor]:
-    """The result of a stack in eval mode, and the gradients of its first layer."""
+    """The result of a stack in eval mode, and the gradients of its first layer, side by side: those that are zero but
+    for rounding, as of a key's bias, count little."""
     hooks = _hook(stack.owner, stack=None, chain=chain, unpad=False, loss=False, packed=False)
     try:
         with quietly(stack.owner), torch.enable_grad():
@@ -301,7 +353,8 @@ def _learn_stack(stack: Stack, inputs: dict[str, Any], chain: tuple[nn.Module, .
     finally:
         for hook in hooks:
             hook.remove()
-    return [out.detach(), *(g for g in gradients if g is not None)]
+    flat = [g.flatten() for g in gradients if g is not None]
+    return [out.detach(), *([torch.cat(flat)] if flat else [])]
 
 
 def _swap_stacks(model: nn.Module, found: list[Stack], done: list[Site]) -> list[Stack]:
@@ -339,7 +392,7 @@ def _try_packing(stack: Stack) -> str | None:
             packed, rectangle = (_run_stack(stack, inputs, rectangle) for rectangle in (False, True))
         kept = inputs["attention_mask"] != 0
         problem = None if _close(packed[kept], rectangle[kept]) else "without padding it gives other results"
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         problem = f"it cannot run without padding: {error}"
     for hook in hooks:
         hook.remove()

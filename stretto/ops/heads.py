@@ -17,7 +17,8 @@ The kernel moves tiles of [ROWS, GROUP heads, D/2], one tile for each half of a 
 read once for a group of heads. Its programs walk over the rows and keep column sums in registers; the programs' sums
 are then added up in a fixed order, so results repeat bit for bit. All of its arithmetic is fp32.
 
-Any list of parts will do: queries alone, or the keys and values of all layers that look at one encoder.
+Any list of parts will do: queries alone, or the keys and values of all layers that look at one encoder. Where queries
+and keys come from somewhere else, `rotate_heads` rotates them by the same kernel, one pass forward and one backward.
 
 Shapes: x [T, C]; weight [W, C], bias [W], W = D * the heads of all parts; cos and sin [T, D/2], fp32, without gradient;
 results [T, heads, D]. Saved for backward: x, weight, cos, sin.
@@ -333,3 +334,32 @@ def project_heads(
     dtype = product_dtype(x)
     parted: tuple[Tensor, ...] = _ProjectHeads.apply(x.to(dtype), weight.to(dtype), bias, cos, sin, tuple(parts))
     return parted
+
+
+class _RotateHeads(torch.autograd.Function):
+    """Merging parts rotates them back; with the angles' other sign it rotates them."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        return _turn_both(q, k, cos, -sin)
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        return *_turn_both(dq, dk, *ctx.saved_tensors), None, None
+
+
+def _turn_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    merged, _ = _merge([q, k], cos, sin, None)
+    heads = [q.shape[1], k.shape[1]]
+    return merged.view(q.shape[0], sum(heads), q.shape[2]).split(heads, dim=1)
+
+
+def rotate_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys, [T, heads, D] each, turned by their tokens' angles, cos and sin [T, D/2], fp32."""
+    if q.ndim != 3 or k.ndim != 3 or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]) or q.shape[2] % 2:
+        raise ValueError(f"queries {list(q.shape)} and keys {list(k.shape)} have to be [T, heads, D], D even")
+    if any(t.shape != (q.shape[0], q.shape[2] // 2) for t in (cos, sin)):
+        raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} have to be {[q.shape[0], q.shape[2] // 2]}")
+    turned: tuple[Tensor, Tensor] = _RotateHeads.apply(q, k, cos, sin)
+    return turned

@@ -25,28 +25,75 @@ def roles_of(model: nn.Module, done: bool = True) -> dict[str, int]:
 
 
 EXPECTED = {
-    "bert": {"norm": 1, "dense": 2, "residual norm": 4, "transform": 1, "attention": 2, "padding": 1, "loss": 1},
-    "bert-classes": {"norm": 1, "dense": 2, "residual norm": 4, "attention": 2, "padding": 1},
-    "roberta": {"norm": 2, "dense": 2, "residual norm": 4, "attention": 2, "padding": 1, "loss": 1},
+    "bert": {
+        "projections": 1,
+        "norm": 1,
+        "dense": 2,
+        "residual norm": 4,
+        "transform": 1,
+        "attention": 2,
+        "padding": 1,
+        "loss": 1,
+    },
+    "bert-classes": {"projections": 1, "norm": 1, "dense": 2, "residual norm": 4, "attention": 2, "padding": 1},
+    "roberta": {"projections": 1, "norm": 2, "dense": 2, "residual norm": 4, "attention": 2, "padding": 1, "loss": 1},
     "gpt2": {"residual": 1, "norm": 5, "mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "llama": {"residual": 1, "norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "mistral": {"residual": 1, "norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "qwen2": {"residual": 1, "norm": 5, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "qwen3": {"residual": 1, "norm": 9, "gated mlp": 2, "attention": 2, "padding": 1, "loss": 1},
-    "vit": {"residual": 1, "norm": 5, "mlp": 2, "attention": 2},
-    "bart": {"residual": 2, "norm": 12, "attention": 6, "padding": 2, "loss": 1},
-    "marian": {"residual": 2, "norm": 10, "attention": 6, "padding": 2, "loss": 1},
-    "t5": {"residual": 2, "norm": 12, "mlp": 4, "attention": 6, "padding": 2, "loss": 1},
-    "t5-gated": {"residual": 2, "norm": 12, "attention": 6, "padding": 2, "loss": 1},
+    "llama": {
+        "rotary": 1,
+        "projections": 1,
+        "residual": 1,
+        "norm": 5,
+        "gated mlp": 2,
+        "attention": 2,
+        "padding": 1,
+        "loss": 1,
+    },
+    "mistral": {
+        "rotary": 1,
+        "projections": 1,
+        "residual": 1,
+        "norm": 5,
+        "gated mlp": 2,
+        "attention": 2,
+        "padding": 1,
+        "loss": 1,
+    },
+    "qwen2": {
+        "rotary": 1,
+        "projections": 1,
+        "residual": 1,
+        "norm": 5,
+        "gated mlp": 2,
+        "attention": 2,
+        "padding": 1,
+        "loss": 1,
+    },
+    "qwen3": {
+        "rotary": 1,
+        "projections": 1,
+        "residual": 1,
+        "norm": 9,
+        "gated mlp": 2,
+        "attention": 2,
+        "padding": 1,
+        "loss": 1,
+    },
+    "vit": {"projections": 1, "residual": 1, "norm": 5, "mlp": 2, "attention": 2},
+    "bart": {"projections": 2, "residual": 2, "norm": 12, "attention": 6, "padding": 2, "loss": 1},
+    "marian": {"projections": 2, "residual": 2, "norm": 10, "attention": 6, "padding": 2, "loss": 1},
+    "t5": {"projections": 2, "residual": 2, "norm": 12, "mlp": 4, "attention": 6, "padding": 2, "loss": 1},
+    "t5-gated": {"projections": 2, "residual": 2, "norm": 12, "attention": 6, "padding": 2, "loss": 1},
 }
 
 
 for family in RECTANGULAR:
     EXPECTED[family] = {
-        r: count for r, count in EXPECTED[family].items() if r not in ("attention", "padding", "residual")
+        r: count
+        for r, count in EXPECTED[family].items()
+        if r not in ("attention", "padding", "residual", "projections")
     }
 if OLD:
-    EXPECTED["vit"] = {"residual": 1, "norm": 5, "dense": 2, "attention": 2}
+    EXPECTED["vit"] = {"projections": 1, "residual": 1, "norm": 5, "dense": 2, "attention": 2}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -204,9 +251,9 @@ def test_adapters_and_hooks_that_come_later_count(family: str) -> None:
     before = learn(plain, batch)["logits"]
     for each in (plain, model):
         for name, module in list(each.named_modules()):
-            if name.endswith(("down_proj", "mlp.c_fc", "attention.output.dense", "DenseReluDense.wi")):
+            if name.endswith(("down_proj", "mlp.c_fc", "attention.output.dense", "DenseReluDense.wi", "k_proj", ".o")):
                 module.register_forward_hook(lambda _, args, out: out * 1.5)
-            if name.endswith(("gate_proj", "intermediate.dense", "DenseReluDense.wo")):
+            if name.endswith(("gate_proj", "intermediate.dense", "DenseReluDense.wo", "o_proj", "query", ".v")):
                 parent, _, child = name.rpartition(".")
                 setattr(each.get_submodule(parent), child, Adapter(module))
     expected, found = learn(plain, batch)["logits"], learn(model, batch)["logits"]

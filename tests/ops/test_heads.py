@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.model import Rotary, rotary_angles, rotate
 from stretto.ops import heads as family
-from stretto.ops.heads import merge_heads_ref, project_heads, project_heads_ref
+from stretto.ops.heads import merge_heads_ref, project_heads, project_heads_ref, rotate_heads
 from stretto.ops.language import INTERPRET
 from tests.ops.checks import (
     DEVICE,
@@ -277,6 +277,33 @@ def test_a_wrong_column_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family, "launch_turn", lambda parts, *rest: true([parts[0], parts[2], parts[1]], *rest))
     with pytest.raises(AssertionError):
         assert_parity(fused, plain, tensors, torch.float32)
+
+
+def turn_both(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    return rotate_heads(q, k, *angles(q.shape[0], q.shape[2]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size", "heads"), [(7, 8, (4, 2)), (1, 2, (1, 1)), (37, 64, (3, 3)), (0, 8, (4, 2))])
+def test_rotation_alone(rows: int, size: int, heads: Parts, dtype: torch.dtype) -> None:
+    turn = angles(rows, size)
+
+    def plain(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        return rotate(q, Rotary(*turn)), rotate(k, Rotary(*turn))
+
+    assert_parity(turn_both, plain, [rand(rows, n, size, seed=n) for n in heads], dtype)
+
+
+def test_rotation_alone_of_any_strides() -> None:
+    q, k = rand(7, 4, 8), rand(7, 2, 8, seed=1)
+    wide = torch.cat([q, k], dim=1)
+    for given in ([wide[:, :4], wide[:, 4:]], [q.transpose(0, 1).contiguous().transpose(0, 1), k]):
+        for found, expected in zip(results(turn_both, given), results(turn_both, [q, k]), strict=True):
+            assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match=r"\[T, heads, D\]"):
+        rotate_heads(q, k[:3], *angles(7, 8))
+    with pytest.raises(ValueError, match=r"have to be \[7, 4\]"):
+        rotate_heads(q, k, *angles(6, 8))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,98 @@
+"""Query, key and value as one product, and rotary positions by one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+import stretto
+import stretto.hf
+import stretto.hf.projections
+from stretto.hf.packing import Packing
+from stretto.hf.projections import find_rotary, rotate
+from stretto.ops.heads import project_heads, rotate_heads
+from tests.hf.families import RECTANGULAR, assert_parity, build, draw_batch, learn
+from tests.hf.test_parity import FLOOR
+
+# Products of queries, keys and values together; of keys and values where queries come from another stack
+TOGETHER = {"bert": [3] * 2, "roberta": [3] * 2, "llama": [3] * 2, "qwen2": [3] * 2, "vit": [3] * 2}
+TOGETHER |= {"bart": [3, 3, 3, 2, 3, 2], "t5": [3, 3, 3, 2, 3, 2]}
+
+
+@pytest.mark.parametrize("family", [family for family in TOGETHER if family not in RECTANGULAR])
+def test_linear_layers_that_are_given_one_input_make_one_product(family: str) -> None:
+    model, batch, seen = stretto.accelerate(build(family)), draw_batch(family), list[int]()
+
+    def note(x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[int]) -> tuple[Tensor, ...]:
+        seen.append(len(parts))
+        return project_heads(x, weight, bias, parts)
+
+    with patch.object(stretto.hf.projections, "project_heads", note):
+        learn(model, batch)
+        assert seen == TOGETHER[family]
+        with torch.no_grad():
+            learn(model.eval(), batch)
+        assert seen == TOGETHER[family], "only while gradients are recorded"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("lengths", [None, (9, 3, 6)], ids=["full", "padded"])
+def test_rotary_positions_are_ours(family: str, lengths: tuple[int, ...] | None) -> None:
+    batch, seen = draw_batch(family, lengths), list[Tensor]()
+    exact, plain = learn(build(family, torch.float64), batch), learn(build(family), batch)
+    model = stretto.accelerate(build(family))
+
+    def note(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(cos)
+        return rotate_heads(q, k, cos, sin)
+
+    with patch.object(stretto.hf.projections, "rotate_heads", note):
+        found = learn(model, batch)
+    assert len(seen) == 2 and seen[0] is seen[1], "the angles are prepared once"
+    assert_parity(found, plain, exact, FLOOR)
+    assert find_rotary(hf.models.llama.modeling_llama.LlamaAttention.forward) == "apply_rotary_pos_emb"
+    assert find_rotary(hf.models.gpt2.modeling_gpt2.GPT2Attention.forward) is None
+
+
+def test_what_our_rotation_does_not_cover_is_theirs() -> None:
+    calls: list[Any] = []
+
+    def theirs(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        calls.append(options)
+        return args[0], args[1]
+
+    q, k, cos = torch.randn(2, 4, 3, 8), torch.randn(2, 1, 3, 8), torch.randn(2, 3, 8)
+    rotate(theirs, q, k, cos, cos)
+    assert not calls
+    rotate(theirs, q, k, cos[..., :4], cos[..., :4])
+    rotate(theirs, q, k, cos, cos, unsqueeze_dim=1)
+    assert calls == [{}, {"unsqueeze_dim": 1}]
+
+
+def test_the_modelling_file_is_untouched() -> None:
+    module = hf.models.llama.modeling_llama
+    before = module.apply_rotary_pos_emb
+    stretto.accelerate(build("llama"))
+    assert module.apply_rotary_pos_emb is before
+    assert module.LlamaAttention.forward.__globals__["apply_rotary_pos_emb"] is before
+
+
+@pytest.mark.parametrize(("family", "packs"), [("llama", 3), ("bart", 3), ("t5", 3), ("bert", 1)])
+def test_what_all_layers_are_given_is_packed_once(family: str, packs: int) -> None:
+    if family in RECTANGULAR:
+        pytest.skip("its padding stays")
+    model, batch, seen = stretto.accelerate(build(family)), draw_batch(family), list[Any]()
+    pack = Packing.pack
+
+    def note(packing: Packing, x: Tensor) -> Tensor:
+        seen.append(x.shape)
+        return pack(packing, x)
+
+    with patch.object(Packing, "pack", note):
+        learn(model, batch)
+    assert len(seen) == packs + (family == "llama"), seen
