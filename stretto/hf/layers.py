@@ -5,7 +5,7 @@ replaces (see swap.py), reads the same parameters and gives the same result up t
     FusedDense         a linear layer and its activation (BERT's "intermediate"): the bias goes into the activation
     FusedTransform     the same and a norm (BERT's head in front of the vocabulary)
     FusedMLP           both linear layers around an activation as one differentiable unit
-    FusedGatedMLP      two products of one input side by side in one matrix, and SwiGLU between its halves
+    FusedGatedMLP      two products of one input side by side in one matrix, SwiGLU or GEGLU between its halves
     FusedResidualNorm  linear layer, dropout, residual add and norm: one product and one pass (BERT's "output")
     FusedLayer         a layer inside which sums wait for the norm behind them (pending.py)
     FusedLinear        a linear layer whose bias is added by what follows: an activation, or that norm
@@ -116,7 +116,8 @@ class FusedGatedMLP(Fused):
         gate, up, down = (self.child(name) for name in self.parts.linears)
         biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
         h = linears(x.flatten(0, -2), [weight_of(gate), weight_of(up)])
-        h = activate(h, biases, "swiglu", *(self.draw(x) if self.parts.inner_dropout else (0.0, None)))
+        assert self.parts.activation is not None
+        h = activate(h, biases, self.parts.activation, *(self.draw(x) if self.parts.inner_dropout else (0.0, None)))
         later = self.parts.defers and is_deferring()
         y = (linear(h, weight_of(down)) if later else project(h, down)).view(*x.shape[:-1], -1)
         y = Pending(self, y, down.bias) if later else y

@@ -39,6 +39,7 @@ from stretto.hf.layers import (
     Parts,
     weight_of,
 )
+from stretto.ops.activation import GATES
 from stretto.ops.norm import MAX_WIDTH
 
 NONE = Parts()
@@ -202,14 +203,13 @@ def _find_parts(
     kind = find_activation(module.get_submodule(acts[0])) if acts else None
     inner = weight_of(module.get_submodule(dense[-1])).shape[1]
     outer = dict(calls)[dense[0]]
-    gated = len(dense) == 3
-    if len(dense) == 2 and weight_of(module.get_submodule(dense[0])).shape[0] == 2 * inner:  # gate and value in one
-        gated = kind == "silu"
+    in_one = len(dense) == 2 and weight_of(module.get_submodule(dense[0])).shape[0] == 2 * inner  # gate and value
+    gated = in_one or len(dense) == 3
+    if gated:
+        kind = next((gate for gate, function in GATES.items() if function == kind), None)
     problem = None
     if acts and kind is None:
-        problem = f"activation {module.get_submodule(acts[0])}: no kernel"
-    elif acts and gated and kind != "silu":
-        problem = "a gate other than SiLU: no kernel"
+        problem = f"{'a gate by' if gated else 'activation'} {module.get_submodule(acts[0])}: no kernel"
     elif len(drops) > 1 or unused:
         problem = f"more children than its role has: {', '.join(drops[1:] + unused)}"
     elif drops and len(dense) > 1 and inner == outer:

@@ -330,7 +330,7 @@ def _swap_sums(stack: Stack, learn: Callable[[], Any]) -> bool:
                 module.__class__ = _mix(ours, theirs, replace(module.parts, defers=True))  # type: ignore[assignment]
             elif type(module) in (nn.Linear, Conv1D):
                 swap(module, FusedLinear)
-            elif is_activation(module) and (kind := find_activation(module)) not in (None, "swiglu"):
+            elif is_activation(module) and (kind := find_activation(module)) is not None:
                 swap(module, FusedActivation, Parts(activation=kind))
     with note_useful() as useful:
         learn()
