@@ -25,6 +25,9 @@ from stretto.hf.pending import METADATA
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.language import product_dtype
 
+_GRAD_FN: Any = Tensor.grad_fn  # None: there is no history yet, and DistributedDataParallel asks for it
+_KNOWN = METADATA | {_GRAD_FN.__get__}
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -53,7 +56,7 @@ class Logits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if args and isinstance(args[0], Logits):
@@ -149,9 +152,9 @@ class Logits(Tensor):
 
 
 @contextmanager
-def logits_wanted_for_loss(lazy: bool) -> Iterator[None]:
+def logits_wanted_for_loss(lazy: bool, rectangle: bool = True) -> Iterator[None]:
     before = current_call()
-    set_call(Call(None, before, rectangle=True, lazy=lazy))
+    set_call(Call(None, before, rectangle, lazy))
     try:
         yield
     finally:

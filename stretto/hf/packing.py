@@ -109,7 +109,7 @@ def enter(
         rectangle=(outer is not None and outer.rectangle)
         or _wants(model, given, "output_hidden_states")
         or "start_positions" in names  # the probability of a position is compared with that of padding
-        or (unpad and _has_labels_on_padding(labels, given.get(_mask_name(names)))),
+        or (unpad and has_labels_on_padding(labels, given.get(_mask_name(names)))),
         lazy=(outer is not None and outer.lazy)
         or (loss and labels is not None and model.training and torch.is_grad_enabled()),
     )
@@ -148,7 +148,7 @@ def _mask_name(names: tuple[str, ...]) -> str:
     return "decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"
 
 
-def _has_labels_on_padding(labels: Any, mask: Any) -> bool:
+def has_labels_on_padding(labels: Any, mask: Any) -> bool:
     if not isinstance(labels, Tensor) or not isinstance(mask, Tensor) or mask.shape != labels.shape:
         return False
     if labels.is_floating_point():

@@ -135,6 +135,11 @@ def report(model: nn.Module) -> Report:
     return _record(model).report
 
 
+def is_accelerated(model: nn.Module) -> bool:
+    """Whether it, or a part of it, is."""
+    return any(hasattr(module, "_stretto") for module in model.modules())
+
+
 def _record(model: nn.Module) -> Record:
     record = getattr(model, "_stretto", None)
     if not isinstance(record, Record):
@@ -146,7 +151,7 @@ def _check(model: nn.Module) -> None:
     name = type(model).__name__
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ValueError(f"accelerate the model inside {name}, before it is wrapped")
-    if any(hasattr(module, "_stretto") for module in model.modules()):
+    if is_accelerated(model):
         raise ValueError(f"this {name} is accelerated already; stretto.restore(model) undoes it")
     for parameter_name, parameter in model.named_parameters():
         if parameter.is_meta:

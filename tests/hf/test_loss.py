@@ -34,6 +34,7 @@ def test_the_loss_needs_labelled_rows_only_and_no_logits(family: str) -> None:
     assert rows == [int((labels != -100).sum())]
     assert isinstance(out.logits, Logits) and not out.logits.recipe.made
     assert out.logits.shape == (*batch["labels"].shape, VOCAB) and out.logits.dtype == torch.float32
+    assert out.logits.grad_fn is None  # DistributedDataParallel asks
     assert not out.logits.recipe.made  # to look at the shape is not to compute
     out.loss.backward()
 
