@@ -1,7 +1,7 @@
 """Hugging Face models: made faster where they are, read from folders, written to folders.
 
 `accelerate(model)` gives back the same object, with the same parameters and names, over the kernels of ops;
-`restore(model)` undoes it; `report(model)` says what was done.
+`restore(model)` undoes it; `report(model)` says what was done. `Trainer` takes the place of transformers' own.
 
     roles.py      finds what a module does by running it: never by the name of its class
     layers.py     the modules that take the place of those that were found
@@ -10,23 +10,25 @@
     loss.py       logits that are not computed unless somebody looks at them, and the loss without them
     swap.py       accelerate, restore, report
     batching.py   batches of few shapes, for a loop of one's own
+    trainer.py    transformers' Trainer with all that
 
 Our own models from and to folders: weights.py has the tables of names, folder.py reads and writes, tokenizer.py writes
 the tokenizer. Which models there are, and how config.json describes them, is in stretto/families.py.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.hf.swap import accelerate, report, restore
+    from stretto.hf.trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["accelerate", "report", "restore"]
+__all__ = ["Seq2SeqTrainer", "Trainer", "accelerate", "report", "restore"]
 
 
 def __getattr__(name: str) -> Any:
     """What needs transformers imports it when it is asked for: training starts from a folder without it."""
     if name in __all__:
-        from stretto.hf import swap
-
-        return getattr(swap, name)
+        module = "trainer" if name.endswith("Trainer") else "swap"
+        return getattr(import_module(f"stretto.hf.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

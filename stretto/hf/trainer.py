@@ -1,0 +1,220 @@
+"""transformers' Trainer with an accelerated model: `from stretto.hf import Trainer` in place of theirs.
+
+What changes, and nothing else does:
+
+    model      goes through `stretto.accelerate`, unless it has been already
+    optimizer  where theirs would be torch's AdamW it is FlatAdamW, with the same groups, one launch and clipping inside
+               the update; weights in bf16 are then the upper halves of exact fp32 weights
+    logs       tokens_per_second and mfu stand next to the loss
+
+Label smoothing needs no logits either. For it, and for a loss function of the user's, labels are taken out of the batch
+before the model sees them; so it is the Trainer that says what logits are wanted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import LabelSmoother
+
+from stretto.batch import IGNORE
+from stretto.hf.loss import logits_wanted_for_loss
+from stretto.hf.packing import has_labels_on_padding
+from stretto.hf.swap import accelerate, is_accelerated
+from stretto.optim import FlatAdamW
+from stretto.runtime import peak_flops
+
+if find_spec("accelerate") is None:
+    raise ImportError("stretto.hf.Trainer needs the package `accelerate`, as transformers' own does: pip install "
+                      '"stretto[hf]"')  # fmt: skip
+
+
+class Trainer(transformers.Trainer):
+    """transformers.Trainer, faster. To be mixed with another subclass of it, this one goes first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        model = _accelerate_once(self.model)
+        self.meter = Meter(model)
+        if self.label_smoother is not None:
+            self.label_smoother = LeanSmoother(self.label_smoother.epsilon)
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+        return _accelerate_once(super().call_model_init(*args, **kwargs))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        given = self.optimizer_cls_and_kwargs
+        if given is None and not (self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_model_parallel):
+            model: Any = self.model
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            if kind is torch.optim.AdamW:
+                options.pop("fused", None)
+                self.optimizer_cls_and_kwargs = (ScheduledAdamW, options | {"weights": "split"})
+        try:
+            return super().create_optimizer(*args, **kwargs)
+        finally:
+            self.optimizer_cls_and_kwargs = given
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """What theirs calls before a step. Theirs of transformers 4 does not, and scales the gradients itself."""
+        optimizer = getattr(self.optimizer, "optimizer", None)  # accelerate's wrapper holds it
+        if not isinstance(optimizer, FlatAdamW):
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        self.accelerator.unscale_gradients()
+        return optimizer.clip(self.args.max_grad_norm)
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        outside = self.label_smoother is not None or self.compute_loss_func is not None
+        if not outside or "labels" not in inputs:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        mask = inputs.get("decoder_attention_mask" if self.meter.pairs else "attention_mask")
+        padded = has_labels_on_padding(inputs["labels"], mask)
+        with logits_wanted_for_loss(model.training and torch.is_grad_enabled(), rectangle=padded):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        self.meter.add(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self.meter.restart()
+        return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.meter.paused():
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.meter.paused():
+            super()._save_checkpoint(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        speed = self.meter.read(self.accelerator) if "loss" in logs else {}
+        super().log(logs | speed, *args, **kwargs)
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """transformers.Seq2SeqTrainer, faster."""
+
+
+def _accelerate_once(model: Any) -> Any:
+    return model if is_accelerated(model) else accelerate(model)
+
+
+class ScheduledAdamW(FlatAdamW):
+    """FlatAdamW whose learning rates stay numbers on the host, for torch's schedulers and for logs: to read one from
+    the device is to wait for it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for group in self.param_groups:
+            group["lr"] = self.defaults["lr"]
+
+    def step(self, closure: Any = None) -> Any:
+        numbers = [group["lr"] for group in self.param_groups]
+        loss = super().step(closure)
+        for group, number in zip(self.param_groups, numbers, strict=True):
+            group["lr"] = number
+        return loss
+
+
+class LeanSmoother(LabelSmoother):
+    """The same loss by cross entropy, which accelerated models compute without logits."""
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if shift_labels:
+            labels = F.pad(labels, (0, 1), value=self.ignore_index)[..., 1:]
+        targets = labels.flatten()
+        loss = F.cross_entropy(
+            logits.view(-1, logits.shape[-1]),
+            targets,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.epsilon,
+        )
+        return loss / ((targets != self.ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+class Meter:
+    """Real tokens a second, and the share of the device's peak that is useful matrix products (mfu).
+
+    Of a translation target tokens count, of an image its patches and one more. Sums stay on the device until they are
+    read. A product counts 2 flops forward and 4 backward: the matrices of layers for every token, the output layer's
+    for labelled ones; products inside attention are left out, so mfu is a little low for long sequences.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.config = getattr(model, "config", None)
+        self.pairs = bool(getattr(self.config, "is_encoder_decoder", False))
+        self.source_size, self.size, self.head_size = _count_matrices(model, self.pairs)
+        self.restart()
+
+    def restart(self) -> None:
+        self.source: int | Tensor = 0
+        self.tokens: int | Tensor = 0
+        self.labelled: int | Tensor = 0
+        self.since = perf_counter()
+
+    def add(self, inputs: Mapping[str, Any]) -> None:
+        tokens = _count_tokens(inputs, self.config)
+        labels = inputs.get("labels")
+        labelled = 0 if labels is None or labels.is_floating_point() else (labels != IGNORE).sum()
+        self.labelled = self.labelled + labelled
+        if self.pairs:
+            self.source, tokens = self.source + tokens, labelled
+        self.tokens = self.tokens + tokens
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        begin = perf_counter()
+        yield
+        self.since += perf_counter() - begin
+
+    def read(self, accelerator: Any) -> dict[str, float]:
+        """What was counted since the last time, by all processes; every one of them has to ask."""
+        counts = torch.tensor([int(n) for n in (self.source, self.tokens, self.labelled)], device=accelerator.device)
+        seconds = perf_counter() - self.since
+        source, tokens, labelled = accelerator.reduce(counts, "sum").tolist()
+        self.restart()
+        if tokens == 0:
+            return {}
+        flops = 6 * (source * self.source_size + tokens * self.size + labelled * self.head_size)
+        peak = peak_flops(accelerator.device) * accelerator.num_processes
+        return {"tokens_per_second": tokens / seconds} | ({"mfu": flops / seconds / peak} if peak else {})
+
+
+def _count_tokens(inputs: Mapping[str, Any], config: Any) -> int | Tensor:
+    """Of a batch: what the mask keeps, all where there is none, and nothing where they are neither text nor images."""
+    mask, ids, pixels = (inputs.get(name) for name in ("attention_mask", "input_ids", "pixel_values"))
+    if mask is not None and mask.ndim == 2:
+        return mask.sum()
+    if ids is not None:
+        return ids.numel()
+    if pixels is None or not isinstance(getattr(config, "patch_size", None), int):
+        return 0
+    return pixels.shape[0] * (pixels.shape[-2] // config.patch_size * (pixels.shape[-1] // config.patch_size) + 1)
+
+
+def _count_matrices(model: Any, pairs: bool) -> tuple[int, int, int]:
+    """Elements of the encoder's matrices (of a pair of stacks), of the other layers', and of the output layer's. Tables
+    are looked up, not multiplied with."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables |= {id(output.weight)} if output is not None else set()
+
+    def count(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if p.ndim >= 2 and id(p) not in tables)
+
+    source = count(model.get_encoder()) if pairs else 0
+    return source, count(model) - source, 0 if output is None else output.weight.numel()

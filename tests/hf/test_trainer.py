@@ -1,0 +1,327 @@
+"""stretto.hf.Trainer does what transformers' own does: the same losses, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from torch import Tensor, nn
+
+import stretto
+import stretto.hf.loss
+from stretto.hf.batching import DataCollator
+from stretto.hf.swap import is_accelerated
+from stretto.hf.trainer import Meter, ScheduledAdamW, Seq2SeqTrainer, Trainer
+from stretto.ops.cross_entropy import linear_cross_entropy
+from tests.hf.families import CLASSES, VOCAB, build
+
+Sample = dict[str, Any]
+MODELS = ["bert-classes", "gpt2", "marian"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small wait for their threads most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw_samples(family: str, number: int = 24) -> list[Sample]:
+    """Of different lengths, with labels that depend on the tokens."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for length in torch.randint(3, 12, (number,), generator=generator).tolist():
+        ids = torch.randint(4, VOCAB, (length,), generator=generator)
+        labels = {"bert-classes": ids[0] % CLASSES, "gpt2": ids, "marian": ids.flip(0)[: length // 2 + 1]}
+        samples.append({"input_ids": ids, "labels": labels[family]})
+    return samples
+
+
+def make(kind: Any, model: str | nn.Module, folder: Path, family: str = "", others: Any = (), **options: Any) -> Any:
+    family = family or str(model)
+    defaults = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    samples = draw_samples(family)
+    return kind(
+        model=build(model) if isinstance(model, str) else model,
+        args=hf.Seq2SeqTrainingArguments(str(folder), **defaults | options),
+        train_dataset=samples,
+        eval_dataset=samples[:10],
+        data_collator=DataCollator(1),
+        **dict(others),
+    )
+
+
+def history(trainer: Any, key: str = "loss") -> Tensor:
+    return torch.tensor([line[key] for line in trainer.state.log_history if "loss" in line])
+
+
+def assert_same_way(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
+    for key in ("loss", "grad_norm", "learning_rate"):
+        torch.testing.assert_close(history(ours, key), history(theirs, key), rtol=tolerance, atol=tolerance)
+
+
+def train_both(family: str, folder: Path, others: Any = (), **options: Any) -> tuple[Any, Any]:
+    trainers = [make(kind, family, folder, others=others, **options) for kind in (Trainer, hf.Trainer)]
+    for trainer in trainers:
+        trainer.train()
+    return trainers[0], trainers[1]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_twenty_steps_go_the_same_way(family: str, tmp_path: Path) -> None:
+    ours, theirs = train_both(family, tmp_path, max_steps=20)
+    assert is_accelerated(ours.model) and isinstance(ours.optimizer.optimizer, ScheduledAdamW)
+    assert len(history(ours)) == 20 and history(ours).std() > 0.01
+    assert_same_way(ours, theirs, 1e-4)
+
+
+OPTIONS: dict[str, Sample] = {
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "recomputed": {"gradient_checkpointing": True},
+    "smoothing": {"label_smoothing_factor": 0.1},
+    "smoothing-accumulation": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "no-limit": {"max_grad_norm": 0.0},
+    "tight-limit": {"max_grad_norm": 0.01, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_mean_the_same(options: str, tmp_path: Path) -> None:
+    assert_same_way(*train_both("gpt2", tmp_path, **OPTIONS[options]))
+
+
+def test_bf16_autocast_goes_about_the_same_way(tmp_path: Path) -> None:
+    assert_same_way(*train_both("gpt2", tmp_path, bf16=True), tolerance=0.02)
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss function of a user, which counts padding too."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="sum") / 50
+
+
+def test_a_loss_function_that_reads_padding(tmp_path: Path) -> None:
+    class WithoutIgnored(DataCollator):
+        def __call__(self, samples: Any) -> dict[str, Tensor]:
+            batch = super().__call__(samples)
+            return batch | {"labels": batch["labels"].clamp(min=0)}
+
+    others = {"compute_loss_func": summed}
+    trainers = [make(kind, "gpt2", tmp_path, others=others) for kind in (Trainer, hf.Trainer)]
+    for trainer in trainers:
+        trainer.data_collator = WithoutIgnored(1)
+        trainer.train()
+    assert_same_way(*trainers)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_need_no_logits(smoothing: float, tmp_path: Path) -> None:
+    rows: list[int] = []
+
+    def note(x: Tensor, *others: Any) -> Tensor:
+        rows.append(len(x))
+        return linear_cross_entropy(x, *others)
+
+    trainer = make(Trainer, "gpt2", tmp_path, label_smoothing_factor=smoothing)
+    with (
+        patch.object(stretto.hf.loss, "linear_cross_entropy", note),
+        patch.object(stretto.hf.loss.Logits, "compute", side_effect=AssertionError("logits were computed")),
+    ):
+        trainer.train()
+    lengths = sum(len(sample["input_ids"]) - 1 for sample in draw_samples("gpt2"))
+    assert len(rows) == 6 and sum(rows) == lengths  # an epoch
+
+
+def add_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resumed_is_uninterrupted(dtype: torch.dtype, tmp_path: Path) -> None:
+    def begin() -> Any:
+        options = {"max_steps": 10, "save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine"}
+        return make(Trainer, add_dropout(build("bert-classes", dtype)), tmp_path, "bert-classes", **options)
+
+    whole, resumed = begin(), begin()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert torch.equal(history(resumed), history(whole)) and len(history(whole)) == 10
+    for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        exact = [t.optimizer.optimizer.weight(r) for t, r in ((whole, p), (resumed, q))]
+        assert torch.equal(*exact)
+
+
+def test_goes_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 3}
+    plain, ours = make(hf.Trainer, "gpt2", tmp_path, **options), make(Trainer, "gpt2", tmp_path / "ours", **options)
+    plain.train()
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    torch.testing.assert_close(history(ours), history(plain), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_in_bf16_are_halves_of_exact_ones(tmp_path: Path) -> None:
+    trainer = make(Trainer, build("gpt2", torch.bfloat16), tmp_path, "gpt2", learning_rate=1e-5, weight_decay=0.0)
+    before = {name: p.detach().float().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    for name, p in trainer.model.named_parameters():
+        assert p.dtype == torch.bfloat16
+        moved = (optimizer.weight(p) - before[name]).abs().max()
+        assert 1e-6 < moved < 6.1e-5, name  # far less than a bf16 weight can move, and it is not lost
+
+
+def test_other_optimizers_stay(tmp_path: Path) -> None:
+    assert type(make(Trainer, "gpt2", tmp_path, optim="adafactor").create_optimizer()) is hf.Adafactor
+    model = build("gpt2")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make(Trainer, model, tmp_path, "gpt2", others={"optimizers": (sgd, None)})
+    assert trainer.create_optimizer() is sgd
+    given = (torch.optim.AdamW, {"lr": 0.1})
+    trainer = make(Trainer, "gpt2", tmp_path, others={"optimizer_cls_and_kwargs": given})
+    assert type(trainer.create_optimizer()) is torch.optim.AdamW
+
+
+def test_decay_groups_are_theirs(tmp_path: Path) -> None:
+    ours, theirs = (make(kind, "bert-classes", tmp_path).create_optimizer() for kind in (Trainer, hf.Trainer))
+    for mine, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        assert [p.shape for p in mine["params"]] == [p.shape for p in other["params"]]
+        assert mine["lr"] == other["lr"] and float(mine["weight_decay"]) == pytest.approx(other["weight_decay"])
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    assert type(found.predictions) is np.ndarray
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+
+def test_evaluation_prediction_and_saving(tmp_path: Path) -> None:
+    others = {"compute_metrics": accuracy}
+    ours, theirs = train_both("bert-classes", tmp_path, others, eval_strategy="steps", eval_steps=3)
+    for key in ("eval_loss", "eval_accuracy"):
+        expected, found = (trainer.evaluate()[key] for trainer in (theirs, ours))
+        assert found == pytest.approx(expected, abs=1e-4)
+    expected, found = (trainer.predict(trainer.eval_dataset).predictions for trainer in (theirs, ours))
+    assert type(found) is type(expected) and abs(found - expected).max() < 1e-3
+    ours.save_model(str(tmp_path / "saved"))
+    assert "stretto" not in (tmp_path / "saved" / "config.json").read_text()
+    plain = hf.AutoModelForSequenceClassification.from_pretrained(str(tmp_path / "saved"))
+    assert not is_accelerated(plain) and plain.config._attn_implementation == "sdpa"
+    for (name, p), (other, q) in zip(plain.named_parameters(), ours.model.named_parameters(), strict=True):
+        assert name == other and torch.equal(p, q)
+
+
+def test_seq2seq_generates(tmp_path: Path) -> None:
+    options = {"predict_with_generate": True, "generation_max_length": 8, "label_smoothing_factor": 0.0}
+    found = []
+    for kind in (Seq2SeqTrainer, hf.Seq2SeqTrainer):
+        trainer = make(kind, "marian", tmp_path, **options)
+        trainer.train()
+        found.append(trainer.predict(trainer.eval_dataset))
+    assert (found[0].predictions == found[1].predictions).all()
+    assert found[0].metrics["test_loss"] == pytest.approx(found[1].metrics["test_loss"], abs=1e-4)
+
+
+def test_a_model_is_accelerated_once_and_when_it_is_made_anew(tmp_path: Path) -> None:
+    model = stretto.accelerate(build("gpt2"), unpad=False)
+    assert make(Trainer, model, tmp_path, "gpt2").model is model
+    args = hf.TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no")
+    init: Callable[[], Any] = lambda: build("gpt2")  # noqa: E731
+    trainer = Trainer(args=args, model_init=init, train_dataset=draw_samples("gpt2"), data_collator=DataCollator(1))
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first and is_accelerated(trainer.model)
+
+
+def test_speed_counts_real_tokens_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretto.hf.trainer, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(stretto.hf.trainer, "perf_counter", count().__next__)  # a second passes between two looks
+    trainer = make(Trainer, "gpt2", tmp_path, gradient_accumulation_steps=2, logging_steps=3, max_steps=3)
+    trainer.train()
+    line = trainer.state.log_history[0]
+    lengths = [len(sample["input_ids"]) for sample in trainer.train_dataset]
+    assert line["tokens_per_second"] == sum(lengths)
+    layers = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 48)
+    labels = sum(lengths)  # a first token is a label too, though nothing predicts it
+    assert line["mfu"] == pytest.approx(6 * (sum(lengths) * layers + labels * VOCAB * 32) / 1e9)
+    assert "tokens_per_second" not in trainer.evaluate()
+
+
+BATCHES = {
+    "bert-classes": ({"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, 3),
+    "gpt2": ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, 6),
+    "marian": (
+        {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3), "labels": torch.tensor([[5, 6, -100]])},
+        2,
+    ),
+    "vit": ({"pixel_values": torch.ones(3, 3, 16, 16), "labels": torch.tensor([0, 1, 2])}, 3 * 17),
+}
+
+
+@pytest.mark.parametrize("family", BATCHES)
+def test_what_counts_as_a_token(family: str) -> None:
+    meter, (batch, expected) = Meter(build(family)), BATCHES[family]
+    meter.add(batch)
+    meter.add(batch)
+    assert int(meter.tokens) == 2 * expected
+    assert int(meter.source) == (12 if family == "marian" else 0)
+
+
+def test_sums_stay_on_the_device_until_they_are_read() -> None:
+    class Unreadable(Tensor):
+        def __int__(self) -> int:
+            raise AssertionError("the device was asked")
+
+        __bool__ = __float__ = item = tolist = __int__  # type: ignore[assignment]
+
+    meter = Meter(build("marian"))
+    meter.add({name: value.as_subclass(Unreadable) for name, value in BATCHES["marian"][0].items()})
+    with pytest.raises(AssertionError, match="was asked"):
+        meter.read(SimpleNamespace(device="cpu"))
+
+
+def test_evaluation_and_saving_take_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 10.0, 15.0])
+    monkeypatch.setattr(stretto.hf.trainer, "perf_counter", times.__next__)
+    meter = Meter(build("gpt2"))
+    with meter.paused():
+        pass
+    assert meter.since == 5.0
+
+
+def test_without_the_package_accelerate_it_says_what_to_install() -> None:
+    script = """
+import sys
+sys.modules["accelerate"] = None
+from stretto.hf import accelerate
+try:
+    from stretto.hf import Trainer
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert 'pip install "stretto[hf]"' in done.stdout
