@@ -39,7 +39,7 @@ class Recipe:
     versions: list[int]  # of the head's parameters when it was called
     autocast: torch.dtype | None
     bias: Tensor | None = None  # [V]
-    made: list[Tensor] = field(default_factory=list)  # the logits [T, V], once somebody wanted them
+    made: list[Tensor] = field(default_factory=list)  # the logits [T, V], once somebody wanted them; views share them
 
 
 class Logits(Tensor):
@@ -71,20 +71,30 @@ class Logits(Tensor):
         raise RuntimeError(f"{func} met logits that were not computed; accelerate with loss=False to have them always")
 
     def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The result, where it can be had without the logits."""
+        """The result, where it can be had without the logits. Those that were computed may have been changed since."""
+        if self.recipe.made:
+            return None
         if func in (Tensor.view, Tensor.reshape) and not kwargs:
             return self._view(args)
         if func is Tensor.contiguous and not args:
             return self
+        if func is Tensor.clone and not args and not kwargs:  # DistributedDataParallel does, to every output
+            return self._copy(self.dtype)
         if func is Tensor.float and not args:
-            return Logits(self.recipe, self.shape, torch.float32)
+            return self._cast(torch.float32)
         if func in (Tensor.to, Tensor.type) and not kwargs and len(args) == 1 and isinstance(args[0], torch.dtype):
-            return Logits(self.recipe, self.shape, args[0])
+            return self._cast(args[0])
         if func in (Tensor.add, Tensor.__add__, torch.add) and not kwargs and len(args) == 1:
             return self._add(args[0])
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         return None
+
+    def _copy(self, dtype: torch.dtype) -> Logits:
+        return Logits(replace(self.recipe, made=[]), self.shape, dtype)
+
+    def _cast(self, dtype: torch.dtype) -> Logits:
+        return self if dtype == self.dtype else self._copy(dtype)
 
     def _view(self, args: tuple[Any, ...]) -> Logits | None:
         shape = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
@@ -144,8 +154,8 @@ class Logits(Tensor):
             precision = torch.autocast(recipe.hidden.device.type, recipe.autocast, enabled=recipe.autocast is not None)
             with logits_wanted_for_loss(False), torch.enable_grad(), precision:
                 logits = recipe.plain(recipe.hidden)
-                recipe.made.append(logits if recipe.bias is None else logits + recipe.bias)
-        return recipe.made[0].view(self.shape).to(self.dtype)
+                recipe.made.append((logits if recipe.bias is None else logits + recipe.bias).to(self.dtype))
+        return recipe.made[0].view(self.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.compute())

@@ -89,6 +89,19 @@ def test_logits_are_not_made_from_weights_that_changed() -> None:
         late.logits.argmax(-1)
 
 
+@pytest.mark.parametrize("copy", [None, Tensor.clone, Tensor.float, Tensor.double])
+def test_logits_that_are_changed_in_place_stay_changed(copy: Any) -> None:
+    batch = draw_batch("gpt2")
+    losses = []
+    for model in (stretto.accelerate(build("gpt2"), unpad=False), build("gpt2")):
+        original = model(**batch).logits
+        logits = original if copy is None else copy(original)
+        logits[..., 3] = 5.0
+        assert bool((original[..., 3] == 5.0).all()) == (logits is original or copy is Tensor.float)
+        losses.append(nn.functional.cross_entropy(logits.view(-1, VOCAB), batch["labels"].view(-1)))
+    torch.testing.assert_close(losses[0], losses[1])
+
+
 def test_no_labels_no_training_no_laziness() -> None:
     model, batch = stretto.accelerate(build("gpt2")), draw_batch("gpt2")
     labels = batch.pop("labels")
