@@ -77,7 +77,9 @@ class Trainer(transformers.Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         mask = inputs.get("decoder_attention_mask" if self.meter.pairs else "attention_mask")
         padded = has_labels_on_padding(inputs["labels"], mask)
-        with logits_wanted_for_loss(model.training and torch.is_grad_enabled(), rectangle=padded):
+        # DistributedDataParallel looks for the weights that outputs depend on: it must find a history there.
+        lazy = model is self.model and model.training and torch.is_grad_enabled()
+        with logits_wanted_for_loss(lazy, rectangle=padded):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
