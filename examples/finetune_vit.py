@@ -27,12 +27,11 @@ pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
 samples = [{"pixel_values": pixel, "labels": int(label)} for pixel, label in zip(pixels, labels, strict=True)]
 sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 config = ViTConfig(image_size=pixels.shape[-1], patch_size=8, num_labels=int(labels.max()) + 1, **sizes)
-model = load_model(AutoModelForImageClassification, args.model, config)
 options = {"num_train_epochs": 4, "per_device_train_batch_size": 32, "learning_rate": 5e-5 if args.model else 2e-3}
 options |= {name: torch.cuda.is_available() for name in ("bf16", "dataloader_pin_memory")}
 options |= {"logging_steps": 10, "save_strategy": "no", "report_to": "none"}
-training = TrainingArguments(args.out or "runs/finetuned-vit", **options)
-trainer = Trainer(model, training, train_dataset=samples[100:])
+model = load_model(AutoModelForImageClassification, args.model, config)
+trainer = Trainer(model, TrainingArguments(args.out or "runs/finetuned-vit", **options), train_dataset=samples[100:])
 before = (trainer.predict(samples[:100]).predictions.argmax(-1) == labels[:100]).mean()
 trainer.train()
 trainer.save_model()

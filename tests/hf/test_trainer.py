@@ -137,6 +137,21 @@ def test_a_loss_function_that_reads_padding(tmp_path: Path) -> None:
     assert_same_way(*trainers)
 
 
+def test_label_smoothing_of_pairs(tmp_path: Path) -> None:
+    trainers = [make(kind, "marian", tmp_path, label_smoothing_factor=0.1) for kind in (Trainer, hf.Trainer)]
+    for trainer in trainers:
+
+        def collate(samples: list[Sample], shift: Any = trainer.model.prepare_decoder_input_ids_from_labels) -> Sample:
+            batch = DataCollator(1)(samples)
+            return batch | {"decoder_input_ids": shift(labels=batch["labels"])}
+
+        trainer.data_collator = collate
+        trainer.train()
+    assert_same_way(trainers[0], trainers[1])
+    found, expected = (trainer.evaluate()["eval_loss"] for trainer in trainers)
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_losses_need_no_logits(smoothing: float, tmp_path: Path) -> None:
     rows: list[int] = []
