@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import stretto
@@ -31,11 +33,14 @@ MODELS = ["bert-classes", "gpt2", "marian"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small wait for their threads most of the time."""
+def alone() -> Iterator[None]:
+    """On one thread: models this small wait for their threads most of the time. And accelerate remembers the precision
+    of the first trainer of a process, in its state and in the environment."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with patch.dict(os.environ):
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_num_threads(before)
 
 
@@ -79,8 +84,9 @@ def history(trainer: Any, key: str = "loss") -> Tensor:
     return torch.tensor([line[key] for line in trainer.state.log_history if "loss" in line])
 
 
-def assert_same_way(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
-    for key in ("loss", "grad_norm", "learning_rate"):
+def assert_same_way(ours: Any, theirs: Any, tolerance: float = 2e-4) -> None:
+    """transformers 4 rounds losses to four digits, and has no norm where there is no limit."""
+    for key in {"loss", "grad_norm", "learning_rate"} & theirs.state.log_history[0].keys():
         torch.testing.assert_close(history(ours, key), history(theirs, key), rtol=tolerance, atol=tolerance)
 
 
@@ -96,7 +102,7 @@ def test_twenty_steps_go_the_same_way(family: str, tmp_path: Path) -> None:
     ours, theirs = train_both(family, tmp_path, max_steps=20)
     assert is_accelerated(ours.model) and isinstance(ours.optimizer.optimizer, ScheduledAdamW)
     assert len(history(ours)) == 20 and history(ours).std() > 0.01
-    assert_same_way(ours, theirs, 1e-4)
+    assert_same_way(ours, theirs)
 
 
 OPTIONS: dict[str, Sample] = {
@@ -197,7 +203,7 @@ def test_goes_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Path) -> None:
     plain, ours = make(hf.Trainer, "gpt2", tmp_path, **options), make(Trainer, "gpt2", tmp_path / "ours", **options)
     plain.train()
     ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    torch.testing.assert_close(history(ours), history(plain), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(history(ours), history(plain), rtol=2e-4, atol=2e-4)
 
 
 def test_weights_in_bf16_are_halves_of_exact_ones(tmp_path: Path) -> None:
@@ -328,15 +334,9 @@ def test_evaluation_and_saving_take_no_training_time(monkeypatch: pytest.MonkeyP
     assert meter.since == 5.0
 
 
-def test_without_the_package_accelerate_it_says_what_to_install() -> None:
-    script = """
-import sys
-sys.modules["accelerate"] = None
-from stretto.hf import accelerate
-try:
-    from stretto.hf import Trainer
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert 'pip install "stretto[hf]"' in done.stdout
+def test_without_the_package_accelerate_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "stretto.hf.trainer")
+    with pytest.raises(ImportError, match=r'pip install "stretto\[hf\]"'):
+        importlib.import_module("stretto.hf").Trainer  # noqa: B018
+    assert stretto.hf.accelerate
