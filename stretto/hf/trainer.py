@@ -57,7 +57,8 @@ class Trainer(transformers.Trainer):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             if kind is torch.optim.AdamW:
                 options.pop("fused", None)
-                self.optimizer_cls_and_kwargs = (ScheduledAdamW, options | {"weights": "split"})
+                weights = "split" if any(p.dtype == torch.bfloat16 for p in model.parameters()) else "fp32"
+                self.optimizer_cls_and_kwargs = (ScheduledAdamW, options | {"weights": weights})
         try:
             return super().create_optimizer(*args, **kwargs)
         finally:
@@ -115,17 +116,11 @@ class ScheduledAdamW(FlatAdamW):
     """FlatAdamW whose learning rates stay numbers on the host, for torch's schedulers and for logs: to read one from
     the device is to wait for it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for group in self.param_groups:
-            group["lr"] = self.defaults["lr"]
-
-    def step(self, closure: Any = None) -> Any:
+    def _take_rates(self) -> None:
         numbers = [group["lr"] for group in self.param_groups]
-        loss = super().step(closure)
+        super()._take_rates()
         for group, number in zip(self.param_groups, numbers, strict=True):
             group["lr"] = number
-        return loss
 
 
 class LeanSmoother(LabelSmoother):
@@ -169,9 +164,10 @@ class Meter:
         self.since = perf_counter()
 
     def add(self, inputs: Mapping[str, Any]) -> None:
-        tokens = _count_tokens(inputs, self.config)
-        labels = inputs.get("labels")
-        labelled = 0 if labels is None or labels.is_floating_point() else (labels != IGNORE).sum()
+        tokens, labels = _count_tokens(inputs, self.config), inputs.get("labels")
+        labelled: int | Tensor = 0
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            labelled = labels.ne(IGNORE).sum()
         self.labelled = self.labelled + labelled
         if self.pairs:
             self.source, tokens = self.source + tokens, labelled

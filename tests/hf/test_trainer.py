@@ -299,7 +299,7 @@ BATCHES = {
         {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3), "labels": torch.tensor([[5, 6, -100]])},
         2,
     ),
-    "vit": ({"pixel_values": torch.ones(3, 3, 16, 16), "labels": torch.tensor([0, 1, 2])}, 3 * 17),
+    "vit": ({"pixel_values": torch.ones(3, 3, 16, 16), "labels": [{"boxes": torch.ones(1, 4)}] * 3}, 3 * 17),
 }
 
 
