@@ -124,6 +124,16 @@ def test_bf16_autocast_goes_about_the_same_way(tmp_path: Path) -> None:
     assert_same_way(*train_both("gpt2", tmp_path, bf16=True), tolerance=0.02)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("family", MODELS)
+def test_on_a_gpu(family: str, precision: str, tmp_path: Path) -> None:
+    options = {} if precision == "fp32" else {precision: True}
+    ours, theirs = train_both(family, tmp_path, use_cpu=False, max_steps=12, **options)
+    assert next(ours.model.parameters()).is_cuda and 0 < history(ours, "mfu").max() < 1
+    torch.testing.assert_close(history(ours), history(theirs), rtol=0.03, atol=0.03)
+
+
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """A loss function of a user, which counts padding too."""
     return F.cross_entropy(outputs.logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="sum") / 50
