@@ -216,7 +216,6 @@ def _find_parts(
         problem = "where its dropout stands cannot be seen: both widths are equal"
     elif gated and len({module.get_submodule(child).bias is None for child in dense[:2]}) > 1:
         problem = "only one of gate and value has a bias"
-    kind = "swiglu" if gated and kind == "silu" else kind
     inside = bool(drops) and dict(calls)[drops[0]] == inner and len(dense) > 1
     return Parts(tuple(dense), next(iter(norms), None), next(iter(drops), None), kind, inside), problem
 
