@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ class Call:
     outer: Call | None
     rectangle: bool  # whether padding must stay
     lazy: bool  # whether logits are wanted for a loss alone (loss.py)
+    masks: Sequence[tuple[Tensor, list[int]]] = ()  # what is known of masks (packing.py)
     chain: tuple[nn.Module, ...] = ()  # layers whose result the next layer alone reads
     stack: Stack | None = None
     own: Packing | None = None

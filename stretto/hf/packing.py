@@ -103,13 +103,15 @@ def enter(
         return None
     given, outer, names = _given(model, args, kwargs), current_call(), argument_names(model)
     labels = given.get("labels")
+    masks, labels_on_padding = _measure_all(labels, given, _mask_name(names)) if unpad else ([], False)
     call = Call(
         model,
         outer,
+        masks=[*masks, *(() if outer is None else outer.masks)],
         rectangle=(outer is not None and outer.rectangle)
         or _wants(model, given, "output_hidden_states")
         or "start_positions" in names  # the probability of a position is compared with that of padding
-        or (unpad and has_labels_on_padding(labels, given.get(_mask_name(names)))),
+        or labels_on_padding,
         lazy=(outer is not None and outer.lazy)
         or (loss and labels is not None and model.training and torch.is_grad_enabled()),
     )
@@ -148,14 +150,29 @@ def _mask_name(names: tuple[str, ...]) -> str:
     return "decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"
 
 
-def has_labels_on_padding(labels: Any, mask: Any) -> bool:
-    if not isinstance(labels, Tensor) or not isinstance(mask, Tensor) or mask.shape != labels.shape:
-        return False
-    if labels.is_floating_point():
-        return False
-    labelled, padding = labels != IGNORE, mask == 0
-    shifted = labelled[:, 1:] & padding[:, :-1]  # a causal model predicts from the position before
-    return bool((labelled & padding).any() | shifted.any())
+def _measure_all(labels: Any, given: dict[str, Any], mask_name: str) -> tuple[list[tuple[Tensor, list[int]]], bool]:
+    """Of a batch with labels: what there is to know of its masks, and whether there are labels on padding. The host
+    waits for the device once for all of it."""
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return [], False
+    named = {name: given.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+    masks = [mask for mask in named.values() if isinstance(mask, Tensor) and mask.device == labels.device]
+    masks = [mask for mask in masks if mask.ndim == 2 and mask.numel()]
+    facts = [_measure(mask) for mask in masks]
+    for mask in [mask for mask in masks if mask is given.get(mask_name) and mask.shape == labels.shape][:1]:
+        labelled, padding = labels != IGNORE, mask == 0
+        shifted = labelled[:, 1:] & padding[:, :-1]  # a causal model predicts from the position before
+        facts.append(((labelled & padding).any() | shifted.any()).long().expand_as(facts[0]))
+    read: list[list[int]] = torch.stack(facts).tolist() if facts else []
+    return list(zip(masks, read, strict=False)), len(read) > len(masks) and bool(read[-1][0])
+
+
+def _measure(mask: Tensor) -> Tensor:
+    """int64 [5]: its largest value, tokens, longest row, shortest row, most pieces in a row."""
+    kept = mask != 0
+    lengths = kept.sum(1)
+    pieces = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
+    return torch.stack([mask.max().long(), lengths.sum(), lengths.max(), lengths.min(), pieces.max()])
 
 
 def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed: bool) -> None:
@@ -209,14 +226,15 @@ def _find_documents(tokens: Tensor, given: dict[str, Any]) -> Layout | None:
 def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> None:
     """Packs what the masks keep, where that is less than everything, or where attention has a bias by distance."""
     shape, memory = (tokens.shape[0], tokens.shape[1]), given.get("encoder_hidden_states")
-    own = _read_mask(given.get("attention_mask"), shape, tokens.device)
+    own = _read_mask(call, given.get("attention_mask"), shape, tokens.device)
     if own is None or (own.holes and stack.relative) or _exceeds_window(stack, own.layout.max_len):
         return
     if own.shortest == 0 and stack.owner.config.is_encoder_decoder:
         return  # a decoder that attends to a row of padding alone sees the padding
     other = None
     if stack.crosses and memory is not None:
-        other = _read_mask(given.get("encoder_attention_mask"), (memory.shape[0], memory.shape[1]), tokens.device)
+        mask = given.get("encoder_attention_mask")
+        other = _read_mask(call, mask, (memory.shape[0], memory.shape[1]), tokens.device)
         if other is None or other.shortest == 0:
             return
     if own.index is None and (other is None or other.index is None) and not stack.relative:
@@ -236,7 +254,7 @@ class _Kept:
     holes: bool
 
 
-def _read_mask(mask: Any, shape: tuple[int, int], device: torch.device) -> _Kept | None:
+def _read_mask(call: Call, mask: Any, shape: tuple[int, int], device: torch.device) -> _Kept | None:
     """None where it keeps nothing, or is not a mask of these rows."""
     rows, length = shape
     whole = _Kept(None, dense_layout(rows, length, device=device), length, False)
@@ -244,11 +262,8 @@ def _read_mask(mask: Any, shape: tuple[int, int], device: torch.device) -> _Kept
         return whole
     if not isinstance(mask, Tensor) or mask.shape != shape:
         return None
-    kept = mask.to(device) != 0
-    lengths = kept.sum(1)
-    pieces = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
-    facts = torch.stack([mask.max().to(device).long(), lengths.sum(), lengths.max(), lengths.min(), pieces.max()])
-    largest, tokens, longest, shortest, most_pieces = facts.tolist()  # the one time the host waits for the device
+    facts = next((facts for known, facts in call.masks if known is mask), None) or _measure(mask).tolist()
+    largest, tokens, longest, shortest, most_pieces = facts
     if largest > 1:
         raise ValueError(
             f"attention_mask has values up to {largest}: a mask is 0 or 1; the ends of packed documents are given by "
@@ -258,8 +273,10 @@ def _read_mask(mask: Any, shape: tuple[int, int], device: torch.device) -> _Kept
         return whole
     if tokens == 0:
         return None
-    offsets = F.pad(lengths.cumsum(0), (1, 0)).int()
-    return _Kept(kept.flatten().nonzero().flatten(), Layout(offsets, longest), shortest, most_pieces > 1)
+    kept = mask.to(device) != 0
+    offsets = F.pad(kept.sum(1).cumsum(0), (1, 0)).int()
+    index = (~kept).flatten().byte().argsort(stable=True)[:tokens]  # not `nonzero`, for which the host would wait
+    return _Kept(index, Layout(offsets, longest), shortest, most_pieces > 1)
 
 
 def _drops_layers(stack: Stack) -> bool:

@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stretto
 import stretto.hf
 import stretto.hf.attention
+import stretto.hf.packing
 from stretto.attention import attend
 from tests.hf.families import (
     DECODERS,
@@ -219,3 +221,25 @@ def test_layers_that_mix_tokens_keep_their_padding() -> None:
     problems = {line.role: line.problem for line in stretto.hf.report(model).lines}
     assert "other results" in str(problems["padding"])
     torch.testing.assert_close(model(**batch).logits, expected)
+
+
+class CountWaits(TorchDispatchMode):
+    """What makes the host wait for a GPU, besides the one read of what the masks hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::equal"):
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", [family for family in ("bert", "llama", "t5") if family not in RECTANGULAR])
+def test_the_host_waits_for_masks_once_and_for_labels_once(family: str) -> None:
+    model, batch = stretto.accelerate(build(family)), draw_batch(family)
+    with CountWaits() as waits, patch.object(stretto.hf.packing, "_measure", wraps=stretto.hf.packing._measure) as read:
+        model(**batch).loss.backward()
+    assert waits.names == ["aten::nonzero"], "the labelled positions"
+    assert read.call_count == (2 if family == "t5" else 1), "each mask is looked at once"
