@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+B = TypeVar("B")
 IGNORE = -100  # a label that is not to be predicted
 
 
@@ -86,19 +87,22 @@ class Batch:
         return moved
 
 
-def clone(batch: Batch) -> Batch:
-    copied: Batch = _map_tensors(batch, torch.clone)
+# Below, a batch may be any dataclass with tensors in it.
+
+
+def clone(batch: B) -> B:
+    copied: B = _map_tensors(batch, torch.clone)
     return copied
 
 
-def copy_into(target: Batch, source: Batch) -> None:
+def copy_into(target: B, source: B) -> None:
     """Of the same shape; only tensors are copied."""
     for to, new in zip(_leaves(target), _leaves(source), strict=True):
         if isinstance(to, Tensor):
             to.copy_(new, non_blocking=True)
 
 
-def shape_of(batch: Batch) -> tuple[Any, ...]:
+def shape_of(batch: Any) -> tuple[Any, ...]:
     """All that the operations on a batch depend on, other than the values in its tensors."""
     return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in _leaves(batch))
 
@@ -106,9 +110,13 @@ def shape_of(batch: Batch) -> tuple[Any, ...]:
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Counts | tuple):  # for the host alone
         return
-    if is_dataclass(value):
-        for item in fields(value):
-            yield from _leaves(getattr(value, item.name))
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from _leaves(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _leaves(getattr(value, field.name))
     else:
         yield value
 
@@ -116,6 +124,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _map_tensors(value: Any, fn: Any) -> Any:
     if isinstance(value, Tensor):
         return fn(value)
+    if isinstance(value, dict):
+        return {name: _map_tensors(item, fn) for name, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{item.name: _map_tensors(getattr(value, item.name), fn) for item in fields(value)})
     return value

@@ -47,8 +47,13 @@ def to_bucket(batch: Batch) -> Batch:
 
 
 def round_to_bucket(count: int, parts: int = PARTS) -> int:
-    step = max(2 ** (max(count, 1).bit_length() - 1) // parts, LEAST)
+    step = size_of_bucket(count, parts)
     return max(-(-count // step) * step, LEAST)
+
+
+def size_of_bucket(count: int, parts: int = PARTS) -> int:
+    """No more than this is added, less one."""
+    return max(2 ** (max(count, 1).bit_length() - 1) // parts, LEAST)
 
 
 def round_to_power(count: int) -> int:

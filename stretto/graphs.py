@@ -18,11 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.batch import Batch, clone, copy_into, shape_of
+from stretto.batch import clone, copy_into, shape_of
 
 TIMES = 2  # the first time, kernels are compiled and loaded
 MOST = 32  # graphs
@@ -32,7 +33,7 @@ MANY = 1000  # shapes to count
 @dataclass
 class Recording:
     graph: torch.cuda.CUDAGraph
-    batches: list[Batch]
+    batches: list[Any]
     results: tuple[Tensor, ...]
     kept: object  # what else the graph reads
 
@@ -78,13 +79,14 @@ class Recorder:
         prepare: Callable[[], AbstractContextManager[object]],
         memory: Memory,
     ) -> None:
-        """`work` takes batches, or none, must not ask the device anything, and leaves nothing behind that it has made
-        but its results. `prepare` is entered around a recording, and gives what has to live as long as it."""
+        """`work` takes batches, dataclasses with tensors in them, or none. It must not ask the device anything, and
+        leaves nothing behind that it has made but its results. `prepare` is entered around a recording, and gives what
+        has to live as long as it."""
         self.work, self.prepare, self.memory = work, prepare, memory
         self.seen: Counter[object] = Counter()
         self.recordings: dict[object, Recording] = {}
 
-    def run(self, *batches: Batch) -> tuple[Tensor, ...]:
+    def run(self, *batches: Any) -> tuple[Tensor, ...]:
         shape = tuple(map(shape_of, batches))
         if shape not in self.recordings:
             if len(self.recordings) == MOST or not self.comes_again(shape):
@@ -104,7 +106,7 @@ class Recorder:
         self.seen[shape] += 1
         return self.seen[shape] >= TIMES
 
-    def record(self, batches: tuple[Batch, ...]) -> Recording:
+    def record(self, batches: tuple[Any, ...]) -> Recording:
         graph, own = torch.cuda.CUDAGraph(), [clone(batch) for batch in batches]
         with self.prepare() as kept, self.memory.recorded(graph):
             results = self.work(*own)

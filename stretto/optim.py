@@ -127,7 +127,7 @@ class FlatAdamW(torch.optim.Optimizer):
             keys=torch.tensor([[seed, 0]], device=device).repeat(len(members), 1),
         )
         self._rates = [dict(zip(("lr", "weight_decay"), row.unbind(), strict=True)) for row in self._flat.rates]
-        self._take_rates()
+        self.take_rates()
         for place, p in zip(self._places, self._params, strict=True):
             self.state[p] = self._views(place, p)
         self._yes, self._one = torch.ones((), dtype=torch.bool, device=device), torch.ones((), device=device)
@@ -196,7 +196,7 @@ class FlatAdamW(torch.optim.Optimizer):
                 loss = closure()
         if self._norm is None:
             self._aim()
-        self._take_rates()
+        self.take_rates()
         flat, applied, scale = self._flat, self._decide(), getattr(self, "grad_scale", None)
         flat.steps.add_(self._active * applied)
         flat.keys[:, 1].copy_(flat.steps)
@@ -230,7 +230,9 @@ class FlatAdamW(torch.optim.Optimizer):
             doubts.append(found_inf)
         return reduce(torch.add, doubts) == 0 if doubts else self._yes
 
-    def _take_rates(self) -> None:
+    def take_rates(self) -> None:
+        """Puts rates that were assigned since the last step where kernels read them: `step` does, and who replays a
+        recorded step has to."""
         for group, views in zip(self.param_groups, self._rates, strict=True):
             for key, view in views.items():
                 if group[key] is not view:  # assigned since the last step

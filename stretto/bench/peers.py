@@ -2,7 +2,8 @@
 
 Others: fused AdamW, autocast over fp32 weights (or bf16 weights without it), SDPA attention, the model's own loss. The
 KV cache is off, which is the faster setting for training. Accelerated: bf16 weights whose exact rest our optimizer
-keeps. Both read the same batches, where sequences of different lengths are padded and masked.
+keeps, and whole steps as CUDA graphs. All read the same batches, where sequences of different lengths are padded and
+masked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto.model
+from stretto import graphs
 from stretto.batch import IGNORE
 from stretto.bench.batches import Draw, Text
 from stretto.bench.measure import Contestant
@@ -24,7 +26,7 @@ from stretto.config import Config, ModelConfig
 from stretto.data.packing import find_slots, spread, to_tensor
 from stretto.errors import ConfigError
 from stretto.families import choose_family, write_model
-from stretto.optim import build_optimizer, clip_gradients
+from stretto.optim import FlatAdamW, build_optimizer
 from stretto.step import autocast, resolve_precision
 
 # How each is compiled; None: not at all.
@@ -62,24 +64,25 @@ def build_peer(
 def build_accelerated(
     config: Config, own: Mapping[str, Any], draws: Sequence[Draw], device: torch.device
 ) -> Contestant:
-    from stretto.hf import accelerate, report  # imports transformers
+    from stretto.hf import Step, accelerate, report  # imports transformers
 
     fused = config.techniques.fused
     assert fused is not None
-    model, parameters = _build(config, own, torch.float32 if fused.weights == "fp32" else torch.bfloat16, device)
+    weights = torch.float32 if fused.weights == "fp32" else torch.bfloat16
+    model, parameters = _build(config, own, weights, device)
     print(report(accelerate(model)), flush=True)
-    batches = _place(draws, config.model, device)
     optimizer = build_optimizer(model, config.optim, fused)
-
-    def step(i: int) -> Tensor:
-        loss = model(**batches[i % len(batches)]).loss
-        loss.backward()
-        clip_gradients(model, optimizer, config.optim.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return Contestant(step, parameters)
+    assert isinstance(optimizer, FlatAdamW)
+    step = Step(model, optimizer, config.optim.clip)
+    # Ids and labels stay on the CPU, where a loader leaves them: what is real is decided there. Pixels are large.
+    inputs = [to_inputs(draw, config.model) for draw in draws]
+    batches = [
+        {name: t.to(device, weights) if t.is_floating_point() else t for name, t in some.items()} for some in inputs
+    ]
+    records = step.recorder is not None
+    return Contestant(
+        lambda i: step(batches[i % len(batches)]), parameters, graphs.TIMES + 2 if records else 3, records
+    )
 
 
 def _build(

@@ -1,7 +1,8 @@
 """Hugging Face models: made faster where they are, read from folders, written to folders.
 
 `accelerate(model)` gives back the same object, with the same parameters and names, over the kernels of ops;
-`restore(model)` undoes it; `report(model)` says what was done. `Trainer` takes the place of transformers' own.
+`restore(model)` undoes it; `report(model)` says what was done. `Step` is a loop's whole update, launched as one;
+`Trainer` takes the place of transformers' own.
 
     roles.py      finds what a module does by running it: never by the name of its class
     layers.py     the modules that take the place of those that were found
@@ -10,6 +11,7 @@
     loss.py       logits that are not computed unless somebody looks at them, and the loss without them
     swap.py       accelerate, restore, report
     batching.py   batches of few shapes, for a loop of one's own
+    step.py       whole updates as CUDA graphs, for a loop of one's own
     trainer.py    transformers' Trainer with all that
 
 Our own models from and to folders: weights.py has the tables of names, folder.py reads and writes, tokenizer.py writes
@@ -20,15 +22,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stretto.hf.step import Step
     from stretto.hf.swap import accelerate, report, restore
     from stretto.hf.trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Trainer", "accelerate", "report", "restore"]
+_MODULES = {
+    "accelerate": "swap", "restore": "swap", "report": "swap", "Step": "step", "Trainer": "trainer",
+    "Seq2SeqTrainer": "trainer",
+}  # fmt: skip
+__all__ = ["Seq2SeqTrainer", "Step", "Trainer", "accelerate", "report", "restore"]
 
 
 def __getattr__(name: str) -> Any:
     """What needs transformers imports it when it is asked for: training starts from a folder without it."""
-    if name in __all__:
-        module = "trainer" if name.endswith("Trainer") else "swap"
-        return getattr(import_module(f"stretto.hf.{module}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"stretto.hf.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

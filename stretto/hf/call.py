@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,6 +13,31 @@ if TYPE_CHECKING:
     from stretto.hf.roles import Stack
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the host knows of a mask."""
+
+    tokens: int  # that layers run on: those it keeps, or a few more
+    longest: int  # no row keeps more
+    whole: bool  # it keeps everything
+    empty: bool  # there is a row of which it keeps nothing
+    holes: bool  # there is a row of which it keeps several pieces
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What the host knows of a batch."""
+
+    masks: tuple[tuple[Tensor, Facts], ...] = ()
+    labels: int = 0  # how many are not ignored, or a few more,
+    positions: int = 0  # of so many
+    labels_on_padding: bool = False
+    fillers: int = 0  # sequences behind those of the rows, for tokens that the mask does not keep
+
+
+NOTHING = Known()
+
+
 @dataclass
 class Call:
     """A call of a model that has not returned yet."""
@@ -22,7 +46,7 @@ class Call:
     outer: Call | None
     rectangle: bool  # whether padding must stay
     lazy: bool  # whether logits are wanted for a loss alone (loss.py)
-    masks: Sequence[tuple[Tensor, list[int]]] = ()  # what is known of masks (packing.py)
+    known: Known = NOTHING
     chain: tuple[nn.Module, ...] = ()  # layers whose result the next layer alone reads
     stack: Stack | None = None
     own: Packing | None = None
@@ -33,6 +57,7 @@ class Call:
     angles: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cosines as they were given, and what the kernel reads
 
 
+known_batch: ContextVar[Known | None] = ContextVar("stretto_known_batch", default=None)  # by who calls the model
 _call: ContextVar[Call | None] = ContextVar("stretto_call", default=None)
 
 

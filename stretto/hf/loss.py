@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from stretto.batch import IGNORE
 from stretto.hf.call import Call, current_call, set_call
 from stretto.hf.layers import Parts
 from stretto.hf.pending import METADATA
@@ -123,11 +124,16 @@ class Logits(Tensor):
         plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
         if not plain or self.ndim != 2 or target.ndim != 1 or target.is_floating_point():
             return None
-        labelled = (target != ignore_index).nonzero().flatten()
-        loss = self._sum_losses(labelled, target[labelled], label_smoothing)
-        return loss if reduction == "sum" else loss / len(labelled)
+        labelled = target != ignore_index
+        call, count = current_call(), labelled.sum()
+        is_known = call is not None and ignore_index == IGNORE and target.numel() == call.known.positions
+        room = call.known.labels if call is not None and is_known else int(count)
+        # Not `nonzero`, for which the host would wait. Where there is room for more, labels that are ignored follow.
+        rows = (~labelled).byte().argsort(stable=True)[:room]
+        loss = self._sum_losses(rows, target[rows], label_smoothing, ignore_index)
+        return loss if reduction == "sum" else loss / count
 
-    def _sum_losses(self, rows: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    def _sum_losses(self, rows: Tensor, labels: Tensor, smoothing: float, ignore: int) -> Tensor:
         head, bias = self.recipe.head, self.recipe.bias
         x = self.recipe.hidden[rows]
         if not isinstance(head, nn.Linear):  # layers in front of the vocabulary: these rows go through them
@@ -135,13 +141,13 @@ class Logits(Tensor):
                 inner = self.recipe.plain(x)
             if not isinstance(inner, Logits):
                 inner = inner if bias is None else inner + bias
-                return F.cross_entropy(inner.float(), labels, reduction="sum", label_smoothing=smoothing)
+                return F.cross_entropy(inner.float(), labels, None, None, ignore, None, "sum", smoothing)
             x, head, inner_bias = inner.recipe.hidden, inner.recipe.head, inner.recipe.bias
             bias = bias if inner_bias is None else inner_bias if bias is None else bias + inner_bias
         own: Tensor | None = head.bias  # type: ignore[assignment]
         bias = bias if own is None else own if bias is None else bias + own
         weight: Tensor = head.weight  # type: ignore[assignment]
-        return linear_cross_entropy(x, weight, bias, labels, smoothing)
+        return linear_cross_entropy(x, weight, bias, labels, smoothing, ignore=ignore)
 
     def compute(self) -> Tensor:
         recipe = self.recipe

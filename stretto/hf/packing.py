@@ -20,8 +20,10 @@ distance. Compiled code keeps it too: how many tokens are real is not known to a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,8 +32,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE, Layout, dense_layout
-from stretto.hf.call import Call, current_call, set_call
+from stretto.hf.call import NOTHING, Call, Facts, Known, current_call, known_batch, set_call
 from stretto.hf.roles import Stack, is_ours
+
+MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,15 +107,15 @@ def enter(
         return None
     given, outer, names = _given(model, args, kwargs), current_call(), argument_names(model)
     labels = given.get("labels")
-    masks, labels_on_padding = _measure_all(labels, given, _mask_name(names)) if unpad else ([], False)
+    known = known_batch.get() or (get_to_know(given, names) if unpad and labels is not None else NOTHING)
     call = Call(
         model,
         outer,
-        masks=[*masks, *(() if outer is None else outer.masks)],
+        known=known if outer is None or labels is not None else outer.known,
         rectangle=(outer is not None and outer.rectangle)
         or _wants(model, given, "output_hidden_states")
         or "start_positions" in names  # the probability of a position is compared with that of padding
-        or labels_on_padding,
+        or (unpad and known.labels_on_padding),
         lazy=(outer is not None and outer.lazy)
         or (loss and labels is not None and model.training and torch.is_grad_enabled()),
     )
@@ -145,26 +149,29 @@ def _is_recomputed(model: PreTrainedModel, layer: nn.Module) -> bool:
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in (model, layer))
 
 
-def _mask_name(names: tuple[str, ...]) -> str:
-    """What says which of the labelled positions are padding."""
-    return "decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"
-
-
-def _measure_all(labels: Any, given: dict[str, Any], mask_name: str) -> tuple[list[tuple[Tensor, list[int]]], bool]:
-    """Of a batch with labels: what there is to know of its masks, and whether there are labels on padding. The host
-    waits for the device once for all of it."""
+def get_to_know(given: Mapping[str, Any], names: Sequence[str]) -> Known:
+    """A batch with labels, for a model that takes arguments of these names. The host waits for the device once."""
+    labels = given.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
-        return [], False
-    named = {name: given.get(name) for name in ("attention_mask", "decoder_attention_mask")}
+        return NOTHING
+    named = {name: given.get(name) for name in MASKS}
     masks = [mask for mask in named.values() if isinstance(mask, Tensor) and mask.device == labels.device]
     masks = [mask for mask in masks if mask.ndim == 2 and mask.numel()]
-    facts = [_measure(mask) for mask in masks]
-    for mask in [mask for mask in masks if mask is given.get(mask_name) and mask.shape == labels.shape][:1]:
-        labelled, padding = labels != IGNORE, mask == 0
-        shifted = labelled[:, 1:] & padding[:, :-1]  # a causal model predicts from the position before
-        facts.append(((labelled & padding).any() | shifted.any()).long().expand_as(facts[0]))
-    read: list[list[int]] = torch.stack(facts).tolist() if facts else []
-    return list(zip(masks, read, strict=False)), len(read) > len(masks) and bool(read[-1][0])
+    mask = named["decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"]
+    numbers = [_measure(mask) for mask in masks]
+    numbers.append(torch.stack([(labels != IGNORE).sum(), has_labels_on_padding(labels, mask).long()]))
+    read = iter(torch.cat(numbers).tolist())
+    facts = [_judge(mask, read) for mask in masks]
+    count, on_padding = read
+    return Known(tuple(zip(masks, facts, strict=True)), count, labels.numel(), bool(on_padding))
+
+
+def has_labels_on_padding(labels: Tensor, mask: Any) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.shape != labels.shape or mask.device != labels.device:
+        return labels.new_zeros((), dtype=torch.bool)
+    labelled, padding = labels != IGNORE, mask == 0
+    shifted = labelled[:, 1:] & padding[:, :-1]  # a causal model predicts from the position before
+    return (labelled & padding).any() | shifted.any()
 
 
 def _measure(mask: Tensor) -> Tensor:
@@ -173,6 +180,16 @@ def _measure(mask: Tensor) -> Tensor:
     lengths = kept.sum(1)
     pieces = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
     return torch.stack([mask.max().long(), lengths.sum(), lengths.max(), lengths.min(), pieces.max()])
+
+
+def _judge(mask: Tensor, read: Iterator[int]) -> Facts:
+    largest, tokens, longest, shortest, most_pieces = islice(read, 5)
+    if largest > 1:
+        raise ValueError(
+            f"attention_mask has values up to {largest}: a mask is 0 or 1; the ends of packed documents are given by "
+            "position_ids that start anew with each of them"
+        )
+    return Facts(tokens, longest, tokens == mask.numel(), shortest == 0, most_pieces > 1)
 
 
 def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed: bool) -> None:
@@ -226,16 +243,16 @@ def _find_documents(tokens: Tensor, given: dict[str, Any]) -> Layout | None:
 def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> None:
     """Packs what the masks keep, where that is less than everything, or where attention has a bias by distance."""
     shape, memory = (tokens.shape[0], tokens.shape[1]), given.get("encoder_hidden_states")
-    own = _read_mask(call, given.get("attention_mask"), shape, tokens.device)
-    if own is None or (own.holes and stack.relative) or _exceeds_window(stack, own.layout.max_len):
+    own = _read_mask(call.known, given.get("attention_mask"), shape, tokens.device)
+    if own is None or (own.facts.holes and stack.relative) or _exceeds_window(stack, own.layout.max_len):
         return
-    if own.shortest == 0 and stack.owner.config.is_encoder_decoder:
+    if own.facts.empty and stack.owner.config.is_encoder_decoder:
         return  # a decoder that attends to a row of padding alone sees the padding
     other = None
     if stack.crosses and memory is not None:
         mask = given.get("encoder_attention_mask")
-        other = _read_mask(call, mask, (memory.shape[0], memory.shape[1]), tokens.device)
-        if other is None or other.shortest == 0:
+        other = _read_mask(call.known, mask, (memory.shape[0], memory.shape[1]), tokens.device)
+        if other is None or other.facts.empty:
             return
     if own.index is None and (other is None or other.index is None) and not stack.relative:
         return
@@ -250,33 +267,38 @@ class _Kept:
 
     index: Tensor | None
     layout: Layout
-    shortest: int
-    holes: bool
+    facts: Facts
 
 
-def _read_mask(call: Call, mask: Any, shape: tuple[int, int], device: torch.device) -> _Kept | None:
+def _read_mask(known: Known, mask: Any, shape: tuple[int, int], device: torch.device) -> _Kept | None:
     """None where it keeps nothing, or is not a mask of these rows."""
     rows, length = shape
-    whole = _Kept(None, dense_layout(rows, length, device=device), length, False)
-    if mask is None:
-        return whole
-    if not isinstance(mask, Tensor) or mask.shape != shape:
+    facts = Facts(rows * length, length, whole=True, empty=False, holes=False)
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != shape:
+            return None
+        found = next((facts for other, facts in known.masks if other is mask), None)
+        facts = found or _judge(mask, iter(_measure(mask).tolist()))
+    if facts.tokens == 0:
         return None
-    facts = next((facts for known, facts in call.masks if known is mask), None) or _measure(mask).tolist()
-    largest, tokens, longest, shortest, most_pieces = facts
-    if largest > 1:
-        raise ValueError(
-            f"attention_mask has values up to {largest}: a mask is 0 or 1; the ends of packed documents are given by "
-            "position_ids that start anew with each of them"
-        )
-    if tokens == rows * length:
-        return whole
-    if tokens == 0:
-        return None
+    if facts.whole:
+        layout = dense_layout(rows, length, device=device)
+        return _Kept(None, _append(layout, known.fillers, facts), facts)
+    assert mask is not None
     kept = mask.to(device) != 0
-    offsets = F.pad(kept.sum(1).cumsum(0), (1, 0)).int()
-    index = (~kept).flatten().byte().argsort(stable=True)[:tokens]  # not `nonzero`, for which the host would wait
-    return _Kept(index, Layout(offsets, longest), shortest, most_pieces > 1)
+    offsets = F.pad(kept.sum(1).cumsum(0, dtype=torch.int32), (1, 0))
+    # Not `nonzero`, for which the host would wait. Where there is room for more, the first of the padding follows.
+    index = (~kept).flatten().byte().argsort(stable=True)[: facts.tokens]
+    return _Kept(index, _append(Layout(offsets, facts.longest), known.fillers, facts), facts)
+
+
+def _append(layout: Layout, fillers: int, facts: Facts) -> Layout:
+    """Sequences for the tokens behind the real ones, empty where there are none left."""
+    if not fillers:
+        return layout
+    ends = layout.offsets[-1] + facts.longest * torch.arange(1, fillers + 1, device=layout.offsets.device)
+    ends = ends.clamp(max=facts.tokens).int()
+    return Layout(torch.cat([layout.offsets, ends]), facts.longest)
 
 
 def _drops_layers(stack: Stack) -> bool:

@@ -77,7 +77,7 @@ class Trainer(transformers.Trainer):
         if not outside or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
         mask = inputs.get("decoder_attention_mask" if self.meter.pairs else "attention_mask")
-        padded = has_labels_on_padding(inputs["labels"], mask)
+        padded = bool(has_labels_on_padding(inputs["labels"], mask))
         # DistributedDataParallel looks for the weights that outputs depend on: it must find a history there.
         lazy = model is self.model and model.training and torch.is_grad_enabled()
         with logits_wanted_for_loss(lazy, rectangle=padded):
@@ -116,9 +116,9 @@ class ScheduledAdamW(FlatAdamW):
     """FlatAdamW whose learning rates stay numbers on the host, for torch's schedulers and for logs: to read one from
     the device is to wait for it."""
 
-    def _take_rates(self) -> None:
+    def take_rates(self) -> None:
         numbers = [group["lr"] for group in self.param_groups]
-        super()._take_rates()
+        super().take_rates()
         for group, number in zip(self.param_groups, numbers, strict=True):
             group["lr"] = number
 

@@ -1,0 +1,131 @@
+"""Whole updates in buckets, and on a GPU as CUDA graphs: what they change, and when they are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stretto
+from stretto.hf.packing import argument_names, get_to_know
+from stretto.hf.step import Step, plan
+from stretto.optim import FlatAdamW, clip_gradients
+from tests.hf.families import FAMILIES, RECTANGULAR, build, draw_batch
+from tests.ops.checks import DEVICE
+
+LENGTHS = [(9, 3, 6), (9, 4, 5), (2, 9, 9), None, (9, 9, 9)]
+
+
+def make(family: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, FlatAdamW]:
+    model = stretto.accelerate(build(family, dtype).to(DEVICE))
+    weights = "split" if dtype == torch.bfloat16 else "fp32"
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    # A large eps: where a gradient is zero but for rounding, the update is too.
+    return model, FlatAdamW(parameters, lr=1e-2, eps=1e-2, weight_decay=0.1, weights=weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_updates_are_those_of_a_plain_loop(family: str) -> None:
+    (model, optimizer), (other, others) = make(family), make(family)
+    step = Step(model, optimizer, clip=0.5)
+    for seed, lengths in enumerate(LENGTHS):
+        batch = draw_batch(family, lengths, seed)
+        loss = step(batch)
+        expected = other(**{name: t.to(DEVICE) for name, t in batch.items()}).loss
+        expected.backward()
+        clip_gradients(other, others, 0.5)
+        others.step()
+        others.zero_grad()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_batches_of_other_lengths_share_a_plan() -> None:
+    names = argument_names(build("bert"))
+    one, two, three = (
+        plan(draw_batch("bert", lengths, seed=3), names) for lengths in ((9, 3, 6), (9, 5, 5), (9, 9, 3))
+    )
+    assert one is not None and two is not None and three is not None
+    assert one.masks == two.masks and one.fillers == two.fillers == 1
+    assert one.masks["attention_mask"].tokens == 24 and three.masks["attention_mask"].tokens == 24
+    full = plan(draw_batch("bert", (9, 9, 9)), names)
+    assert full is not None and full.masks["attention_mask"].whole and full.fillers == 0
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "marian", "gpt2"])
+def test_filler_is_behind_the_real_tokens(family: str) -> None:
+    """Labels rounded up are ignored ones, and all tokens of a bucket are in some sequence."""
+    batch = draw_batch(family)
+    planned = plan(batch, argument_names(build(family)))
+    assert planned is not None
+    known = get_to_know(batch, argument_names(build(family)))
+    assert known.labels <= planned.labels <= planned.positions == batch["labels"].numel()
+    for (_, exact), facts in zip(known.masks, planned.masks.values(), strict=True):
+        assert exact.tokens <= facts.tokens <= exact.tokens + planned.fillers * facts.longest
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_what_has_to_be_looked_at_runs_as_usual(family: str) -> None:
+    model, optimizer = make(family)
+    step, batch = Step(model, optimizer), draw_batch(family)
+    names = argument_names(model)
+    with_gap = batch["attention_mask"].clone()
+    with_gap[0, 4] = 0
+    labels = torch.where(with_gap != 0, batch["labels"], -100)
+    documents = {"position_ids": torch.arange(9).expand(3, 9) % 5, "labels": batch["labels"]}
+    on_padding = batch | {"labels": batch["input_ids"]}
+    for odd in (
+        batch | {"attention_mask": with_gap, "labels": labels},
+        documents | {"input_ids": batch["input_ids"]},
+        on_padding,
+    ):
+        assert plan(odd, names) is None
+        assert torch.isfinite(step(odd))
+
+
+def test_rates_may_change_between_steps() -> None:
+    model, optimizer = make("bert")
+    step, batch = Step(model, optimizer), draw_batch("bert")
+    step(batch)
+    before = [p.clone() for p in model.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step(batch)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_mistakes_are_named() -> None:
+    model, optimizer = make("bert")
+    with pytest.raises(ValueError, match=r"accelerated model, not Linear: stretto\.accelerate"):
+        Step(nn.Linear(2, 2), optimizer)
+    with pytest.raises(ValueError, match="FlatAdamW, not SGD"):
+        Step(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in RECTANGULAR])
+def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, over batches of several shapes."""
+    replays, replay = list[Any](), torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
+    found = []
+    for recorded in (False, True):
+        model, optimizer = make(family, torch.bfloat16)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+        step = Step(model, optimizer, clip=1.0)
+        assert step.recorder is not None
+        step.recorder = step.recorder if recorded else None
+        losses = []
+        for i in range(15):
+            torch.manual_seed(i)
+            batch = draw_batch(family, LENGTHS[i % 3], seed=i % 3)
+            losses.append(step({n: t.bfloat16() if t.is_floating_point() else t for n, t in batch.items()}))
+        found.append((torch.stack(losses), [p.clone() for p in model.parameters()]))
+    assert len(replays) > 5
+    assert torch.equal(found[0][0], found[1][0]), (found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
