@@ -98,16 +98,16 @@ def plan(batch: Mapping[str, Any], names: tuple[str, ...]) -> Planned | None:
     known = get_to_know(batch, names)
     if known.labels_on_padding or any(facts.empty or facts.holes for _, facts in known.masks):
         return None
-    by_name = {name: (mask, facts) for name in MASKS for mask, facts in known.masks if batch.get(name) is mask}
-    masks = {name: _fill(mask, facts) for name, (mask, facts) in by_name.items()}
-    fillers = [-(-size_of_bucket(facts.tokens) // facts.longest) for facts in masks.values() if not facts.whole]
+    facts_of = {name: facts for name in MASKS for mask, facts in known.masks if batch.get(name) is mask}
+    # A mask that keeps everything is none: so the model need not ask.
+    inputs = {name: value for name, value in batch.items() if name not in facts_of or not facts_of[name].whole}
+    masks = {name: _fill(inputs[name], facts) for name, facts in facts_of.items() if name in inputs}
+    fillers = [-(-size_of_bucket(facts.tokens) // facts.longest) for facts in masks.values()]
     labels = min(round_to_bucket(known.labels), known.positions)
-    return Planned(dict(batch), masks, labels, known.positions, max(fillers, default=0))
+    return Planned(inputs, masks, labels, known.positions, max(fillers, default=0))
 
 
 def _fill(mask: Tensor, facts: Facts) -> Facts:
-    if facts.whole:
-        return facts
     tokens = min(round_to_bucket(facts.tokens), mask.numel())
     return replace(facts, tokens=tokens, longest=round_to_power(facts.longest))
 
