@@ -103,8 +103,9 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
         stem.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be a folder: {error.strerror}") from error
-    if contestant not in FUSED:  # the others use no techniques
-        overrides = [override for override in overrides if not override.startswith(("techniques.", "train.graphs"))]
+    # The others use no techniques, and train.graphs is an option of our own training loop alone.
+    foreign = {"stretto": (), "stretto hf": ("train.graphs",)}.get(contestant, ("techniques.", "train.graphs"))
+    overrides = [override for override in overrides if not override.startswith(foreign)]
 
     def resolve(workload: Workload, graphs: bool) -> Config:
         path = stem.with_suffix(".toml")
