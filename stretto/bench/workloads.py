@@ -43,7 +43,7 @@ _GPT2 = {"vocab": 50304, "dropout": 0.0, "attention_dropout": 0.0}
 _GPT2_SMALL = {"preset": "gpt2-small", **_GPT2}
 _BERT_LARGE = {"preset": "bert-large", "vocab": 30528}
 _BIG = {"preset": "transformer-big", "vocab": 40960, "label_smoothing": 0.0}
-_T5_BASE = {"preset": "transformer-big", "layers": 12, "width": 768, "heads": 12, "mlp_width": 3072, "vocab": 32128}
+_T5_BASE = _BIG | {"layers": 12, "width": 768, "heads": 12, "mlp_width": 3072, "vocab": 32128}
 _SENTENCES = LogNormal(24, 0.6, 4, 200)
 
 WORKLOADS = {
