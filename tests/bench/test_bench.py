@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from stretto.bench import contest
 from stretto.bench.show import describe_result, draw_chart, print_table, with_ratios
 from stretto.bench.worker import explain
 from stretto.bench.workloads import WORKLOADS
-from stretto.config import load_config
+from stretto.config import Config, load_config
 from stretto.errors import ConfigError, OutOfMemoryError
 
-NAME = "gpt2_small_32x1024"
+NAME, T5 = "gpt2_small_32x1024", "t5_base_64x512"
+CONTESTANTS = ["stretto", "stretto hf", "stretto plain", "hf eager", "hf compile", "hf graphs"]
+CPU = torch.device("cpu")
 CPU_ONLY = ["run.device=cpu", "train.compile=false"]
 
 
@@ -47,7 +50,7 @@ def test_names_are_listed_without_importing_anything_heavy() -> None:
 
 @pytest.mark.slow
 def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
-    process = start(tmp_path, "--against", "plain,eager,graphs")
+    process = start(tmp_path, "--against", "hf,plain,eager,graphs")
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
     assert contest.TINY in output and "ratio" in output and "graphs need a GPU" in output
@@ -57,7 +60,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     assert environment["torch"] == torch.__version__ and f"bench {NAME}" in environment["command"]
     assert environment["transformers"] and environment["date"].startswith("20") and "commit" in environment
     results = saved["workloads"][NAME]["contestants"]
-    assert list(results) == ["stretto", "stretto plain", "hf eager", "hf graphs"]
+    assert list(results) == [name for name in CONTESTANTS if name != "hf compile"]
     assert results.pop("hf graphs") == {"skipped": "CUDA graphs need a GPU"}
     best = results["hf eager"]["tokens_per_s"]
     for name, result in results.items():
@@ -67,6 +70,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
         assert result["parameters"] == results["hf eager"]["parameters"]
         assert result["ratio_to_best_peer"] == pytest.approx(result["tokens_per_s"] / best)
         assert load_config(tmp_path / NAME / f"{name.replace(' ', '-')}.toml").train.compile is False
+    assert "lm_head" in (tmp_path / NAME / "stretto-hf.log").read_text()  # the report says what was accelerated
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -125,36 +129,68 @@ def test_mistakes_answer_before_anything_runs(tmp_path: Path) -> None:
         contest.run_bench([NAME], [], [], 2, tmp_path / "file")
 
 
-def test_only_stretto_takes_techniques(tmp_path: Path) -> None:
-    overrides = [*CPU_ONLY, "techniques.fused.recompute=true", "model.layers=3"]
-    for name in ("stretto", "stretto plain", "hf eager"):
-        config = load_config(contest.prepare(NAME, name, overrides, tmp_path).stem.with_suffix(".toml"))
-        assert config.model.layers == 3 and config.model.width == 64
-        assert (config.techniques.fused is None) == (name != "stretto")
-        assert config.techniques.fused is None or config.techniques.fused.recompute is True
+def test_contestants_have_one_order() -> None:
+    assert contest.choose_contestants([]) == ["stretto"]
+    assert contest.choose_contestants(["eager", "hf"]) == ["stretto", "stretto hf", "hf eager"]
+    assert contest.choose_contestants(["graphs", "compile", "eager", "plain", "hf"]) == CONTESTANTS
 
 
-def test_stretto_asks_for_graphs_on_a_gpu(tmp_path: Path) -> None:
-    for graphs, word in ((True, "on"), (False, "off")):
-        assert contest.make_recipe(WORKLOADS[NAME], "stretto", graphs)["train"] == {"graphs": word}
-    config = load_config(contest.prepare(NAME, "stretto", CPU_ONLY, tmp_path).stem.with_suffix(".toml"))
-    assert config.train.graphs == "off"
+def resolve(name: str, overrides: list[str], out: Path) -> Config:
+    return load_config(contest.prepare(NAME, name, [*CPU_ONLY, *overrides], out).stem.with_suffix(".toml"))
 
 
-def test_bf16_weights_are_asked_for_in_each_ones_way() -> None:
-    recipe = contest.make_recipe(WORKLOADS["llama1b_4x4096"], "stretto")
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_techniques_are_for_those_who_have_them(name: str, tmp_path: Path) -> None:
+    config = resolve(name, ["techniques.fused.recompute=true", "model.layers=3"], tmp_path)
+    assert config.model.layers == 3 and config.model.width == 64
+    assert (config.techniques.fused is not None) == (name in ("stretto", "stretto hf"))
+    assert config.techniques.fused is None or config.techniques.fused.recompute is True
+
+
+def test_only_stretto_asks_for_graphs_and_only_on_a_gpu(tmp_path: Path) -> None:
+    for name in CONTESTANTS:
+        asked = [contest.make_recipe(WORKLOADS[NAME], name, graphs)["train"].get("graphs") for graphs in (True, False)]
+        chosen = [resolve(name, overrides, tmp_path).train.graphs for overrides in ([], ["train.graphs=on"])]
+        assert ("on" in asked) == ("on" in chosen) == (name == "stretto")
+        assert asked[1] != "on" and chosen[0] != "on"
+
+
+@pytest.mark.parametrize("name", ["stretto", "stretto hf"])
+def test_bf16_weights_are_asked_for_in_each_ones_way(name: str) -> None:
+    recipe = contest.make_recipe(WORKLOADS["llama1b_4x4096"], name)
     assert recipe["techniques"]["fused"] == {"weights": "bf16", "moments": "bf16", "recompute": True}
     for graphs, weights in ((True, "split"), (False, "fp32")):
-        assert contest.make_recipe(WORKLOADS[NAME], "stretto", graphs)["techniques"]["fused"] == {"weights": weights}
+        assert contest.make_recipe(WORKLOADS[NAME], name, graphs)["techniques"]["fused"] == {"weights": weights}
+
+
+def find_obstacles(workload: str, device: torch.device = CPU) -> dict[str, str]:
+    found = {name: contest.find_obstacle(WORKLOADS[workload], name, device) for name in CONTESTANTS}
+    return {name: obstacle for name, obstacle in found.items() if obstacle}
 
 
 def test_missing_transformers_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    assert contest.find_obstacle("hf eager", cpu) == "" and "GPU" in contest.find_obstacle("hf graphs", cpu)
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert find_obstacles(NAME) == {"hf graphs": "CUDA graphs need a GPU"}
+    assert find_obstacles(NAME, torch.device("cuda")) == {}
     monkeypatch.setattr(contest.importlib.util, "find_spec", lambda name: None)
-    assert "pip install" in contest.find_obstacle("hf eager", cpu)
-    assert contest.find_obstacle("stretto", cpu) == ""
+    missing = find_obstacles(NAME)
+    assert list(missing) == [name for name in CONTESTANTS if "hf" in name]
+    assert all("pip install transformers" in obstacle for obstacle in missing.values())
+
+
+def test_a_model_that_stretto_has_not_is_for_hugging_faces_contestants(tmp_path: Path) -> None:
+    none = "Stretto has no t5 of its own"
+    assert find_obstacles(T5, torch.device("cuda")) == {"stretto": none, "stretto plain": none}
+    with pytest.raises(contest.StrettoError, match="no contestant finished"):
+        contest.run_bench([T5], ["plain"], CPU_ONLY, 2, tmp_path)
+    results = json.loads((tmp_path / "bench.json").read_text())["workloads"][T5]["contestants"]
+    assert results == {"stretto": {"skipped": none}, "stretto plain": {"skipped": none}}
+
+
+def test_the_accelerated_one_runs_where_stretto_has_no_model(tmp_path: Path) -> None:
+    job = contest.prepare(T5, "stretto hf", CPU_ONLY, tmp_path)
+    result = contest.run_job(job, steps=2)
+    assert result["tokens_per_s"] == pytest.approx(8 * 64 / (result["step_ms"] / 1e3)), result
+    assert "decoder.final_layer_norm" in job.stem.with_suffix(".log").read_text()
 
 
 def test_reasons_are_one_line() -> None:
@@ -169,6 +205,8 @@ def numbers(speed: float) -> dict[str, object]:
 
 RESULTS = {
     "stretto": numbers(600e3),
+    "stretto hf": numbers(500e3),
+    "stretto plain": numbers(300e3),
     "hf eager": numbers(200e3),
     "hf compile": numbers(400e3),
     "hf graphs": {"failed": "out of memory"},
@@ -177,7 +215,8 @@ RESULTS = {
 
 def test_ratios_are_to_the_best_peer_of_this_run() -> None:
     ratios = {name: result.get("ratio_to_best_peer") for name, result in with_ratios(RESULTS).items()}
-    assert ratios == {"stretto": 1.5, "hf eager": 0.5, "hf compile": 1.0, "hf graphs": None}
+    ours = {"stretto": 1.5, "stretto hf": 1.25, "stretto plain": 0.75}  # none of them is a peer
+    assert ratios == ours | {"hf eager": 0.5, "hf compile": 1.0, "hf graphs": None}
     assert "ratio_to_best_peer" not in with_ratios({"stretto": numbers(1.0)})["stretto"]
 
 
@@ -209,3 +248,18 @@ def test_the_chart_shows_those_without_numbers_too(tmp_path: Path) -> None:
     draw_chart(path, {NAME: RESULTS, "vit_base_256": {"stretto": {"failed": "out of memory"}}}, ["a GPU", ""])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert describe_result(RESULTS["stretto"]) == "600,000 tokens/s, 20.0 GiB"
+
+
+def test_the_chart_tells_ours_from_peers_by_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures, save = list[Figure](), Figure.savefig
+
+    def keep(figure: Figure, *args: object, **options: object) -> None:
+        figures.append(figure)
+        save(figure, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    draw_chart(tmp_path / "chart.png", {NAME: RESULTS}, [])
+    ((axes,),) = (figure.axes for figure in figures)
+    colours = {name: bar.get_facecolor() for name, bar in zip(RESULTS, axes.patches, strict=True)}
+    assert colours["hf eager"] == colours["hf compile"] == colours["hf graphs"]
+    assert len({colours[name] for name in ("stretto", "stretto hf", "hf eager")}) == 3

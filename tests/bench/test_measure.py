@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from stretto.bench.measure import (
     time_passes,
     warm_up,
 )
-from stretto.bench.peers import build_peer
+from stretto.bench.peers import build_accelerated, build_peer
 from stretto.bench.worker import build_ours, count_work
 from stretto.bench.workloads import WORKLOADS, fit_to_device
 from stretto.config import build_config
@@ -138,18 +139,22 @@ def test_peers_with_another_number_of_parameters_are_refused() -> None:
     workload = fit_to_device(WORKLOADS["transformer_big_mt_512"], "cpu")
     config = build_config(make_recipe(workload, "hf eager") | {"model": workload.model | {"head_bias": True}})
     with pytest.raises(ConfigError, match="parameters"):  # their bias of the logits is not trained
-        build_peer(config, [], "eager", CPU, torch.float32)
+        build_peer(config, {}, [], "eager", CPU, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["stretto plain", "hf eager"])
+@pytest.mark.parametrize("name", ["stretto plain", "stretto hf", "hf eager"])
 def test_bf16_weights(name: str) -> None:
     """Parameters and moments are bf16, and steps lower the loss."""
     workload = fit_to_device(WORKLOADS["llama1b_4x4096"], "cpu")
-    changes = {"train": {"precision": "bf16"}, "optim": {"lr": 3e-3}}
+    changes: dict[str, Any] = {"train": {"precision": "bf16"}, "optim": {"lr": 3e-3}}
+    if name == "stretto hf":
+        changes["techniques"] = {"fused": {"weights": "bf16", "moments": "bf16"}}
     config = build_config(make_recipe(workload, name) | changes)
     draws = draw_batches(workload, config.model)[:1]
     if name == "hf eager":
-        contestant = build_peer(config, draws, "eager", CPU, torch.bfloat16)
+        contestant = build_peer(config, {}, draws, "eager", CPU, torch.bfloat16)
+    elif name == "stretto hf":
+        contestant = build_accelerated(config, {}, draws, CPU)
     else:
         contestant = build_ours(config, draws, Runtime(CPU), torch.bfloat16)
         assert torch.get_default_dtype() == torch.float32
@@ -158,6 +163,13 @@ def test_bf16_weights(name: str) -> None:
     assert losses[0] == pytest.approx(6.24, abs=0.1)  # ln 512
     assert losses[-1] < losses[0] - 0.1
     assert count_work(config, draws).tokens == 4 * 64
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("split", torch.bfloat16)])
+def test_the_accelerated_one_keeps_its_weights_as_asked(weights: str, dtype: torch.dtype) -> None:
+    workload = fit_to_device(WORKLOADS["gpt2_small_1x1024"], "cpu")
+    config = build_config(make_recipe(workload, "stretto hf") | {"techniques": {"fused": {"weights": weights}}})
+    assert {p.dtype for p in build_accelerated(config, {}, [], CPU).parameters} == {dtype}
 
 
 @pytest.mark.gpu

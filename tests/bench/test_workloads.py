@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from stretto.batch import IGNORE
 from stretto.bench import peers
@@ -17,6 +19,7 @@ from stretto.bench.workloads import WORKLOADS, LogNormal, Workload, find_workloa
 from stretto.buckets import to_bucket
 from stretto.config import ModelConfig, build_config
 from stretto.errors import ConfigError
+from stretto.flops import training_flops
 from stretto.model import build_model
 from tests.hf_weights import translate
 
@@ -38,6 +41,7 @@ SHAPES: dict[str, tuple[Any, ...]] = {  # the model's; then rows and length of a
     "bert_large_8x128": (BERT_LARGE, 8, 128),
     "gpt2_small_1x1024": (GPT2_SMALL, 1, 1024),
     "vit_base_256": ((12, 768, 12, 0, 0, 0.0, 0.0), 256, 0),
+    "t5_base_64x512": ((12, 768, 12, 3072, 32128, 0.1, 0.0), 64, 128),
 }
 
 
@@ -59,11 +63,37 @@ def test_every_model_and_batch_has_its_defined_shape() -> None:
         assert ([workload.budget] if workload.budget else [workload.rows, workload.length]) == batch, name
         assert cfg.kv_heads == (8 if name.startswith("llama") else 0)
         assert cfg.label_smoothing == 0.0 and (cfg.kind == "vit" or cfg.tied)
-        assert cfg.norm_order == ("post" if name.startswith(("bert", "transformer")) else "pre")
+        assert workload.own or cfg.norm_order == ("post" if name.startswith(("bert", "transformer")) else "pre")
         assert workload.bf16_weights == name.startswith("llama")
 
 
-@pytest.mark.parametrize("name", ["gpt2_small_1x1024", "bert_large_8x128", "transformer_big_fixed_16x32"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_t5_has_the_sizes_that_are_counted_for_it(device_type: str) -> None:
+    workload = fit_to_device(WORKLOADS["t5_base_64x512"], device_type)
+    cfg = configure(workload)
+    with torch.device("meta"):
+        theirs: Any = peers.build_model(cfg, torch.float32, workload.own)
+    shape = theirs.config
+    sizes = (shape.num_layers, shape.num_decoder_layers, shape.d_model, shape.num_heads, shape.d_ff, shape.vocab_size)
+    assert sizes == (cfg.layers, cfg.layers, cfg.width, cfg.heads, cfg.mlp_width, cfg.vocab)
+    assert shape.d_kv * shape.num_heads == shape.d_model and shape.dropout_rate == cfg.dropout
+    assert device_type == "cpu" or sum(p.numel() for p in theirs.parameters()) == 222_903_552  # t5-base's
+
+
+def test_flops_of_t5_are_those_that_torch_counts() -> None:
+    workload = fit_to_device(WORKLOADS["t5_base_64x512"], "cpu")
+    cfg = configure(workload)
+    (some, *_) = draw_batches(workload, cfg)
+    theirs = peers.build_model(cfg, torch.float32, workload.own)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        theirs(**peers.to_inputs(some, cfg))
+    masked = 4 * cfg.layers * cfg.width * count(some).pairs // 2  # half of causal attention, which torch counts too
+    assert training_flops(cfg, count(some)) == pytest.approx(3 * (counter.get_total_flops() - masked))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2_small_1x1024", "bert_large_8x128", "transformer_big_fixed_16x32", "t5_base_64x512"]
+)
 def test_full_rows_are_dense_and_differ_between_batches(name: str) -> None:
     workload, cfg = WORKLOADS[name], configure(WORKLOADS[name])
     draws = draw(name)
@@ -72,6 +102,9 @@ def test_full_rows_are_dense_and_differ_between_batches(name: str) -> None:
         batch = to_batch(some, cfg)
         assert batch.inputs is not None and batch.inputs.layout.dense and batch.inputs.layout.lengths is None
         assert batch.counts.tokens == batch.counts.slots == batch.inputs.ids.numel() == workload.rows * workload.length
+        if some.source is not None:
+            read = workload.rows * (512 if workload.own else workload.length)
+            assert batch.counts.source_tokens == batch.counts.source_slots == read
         assert "attention_mask" not in peers.to_inputs(some, cfg)
         assert int(batch.inputs.ids.max()) < cfg.vocab
 
@@ -168,13 +201,14 @@ def test_everyone_draws_the_same() -> None:
     assert all((a.labels == b.labels).all() for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("name", [n for n in WORKLOADS if not n.startswith(("bert_large_8", "gpt2_small_1"))])
+@pytest.mark.parametrize("name", [n for n in WORKLOADS if not n.startswith(("bert_large_8", "gpt2_small_1", "t5"))])
 def test_stretto_and_the_peer_compute_the_same_loss_from_the_same_weights(name: str) -> None:
     """Of the tiny version, without dropout. `translate` raises unless every parameter has its counterpart."""
     workload = fit_to_device(WORKLOADS[name], "cpu")
     cfg = configure(workload, dropout=0.0, attention_dropout=0.0)
     torch.manual_seed(0)
-    theirs = peers.build_model(cfg, torch.float32)
+    theirs: Any = peers.build_model(cfg, torch.float32, {})
+    assert theirs.config._attn_implementation == "sdpa"
     ours = build_model(cfg, "cpu")
     ours.load_state_dict(translate(theirs, ours, lambda parameter: parameter.data))
     assert theirs.training and ours.training
@@ -187,12 +221,43 @@ def test_stretto_and_the_peer_compute_the_same_loss_from_the_same_weights(name: 
 
 @pytest.mark.parametrize(
     "name",
+    [
+        "gpt2_small_1x1024",
+        "llama1b_4x4096",
+        "bert_large_8x128",
+        "bert_large_64x512_padded",
+        "transformer_big_mt_512",
+        "vit_base_256",
+        "t5_base_64x512",
+    ],
+)
+def test_the_accelerated_model_trains_as_the_peer_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same losses, step by step, up to roundings. Without dropout, and without decay: ours spares the vectors."""
+    workload, off = fit_to_device(WORKLOADS[name], "cpu"), {"dropout": 0.0, "attention_dropout": 0.0}
+    changes = {"model": workload.model | off, "optim": {"lr": 1e-3, "weight_decay": 0.0}}
+    config = build_config(make_recipe(workload, "stretto hf") | changes)
+    own = workload.own and workload.own | {"dropout_rate": 0.0}
+    draws, cpu, losses = draw_batches(workload, config.model), torch.device("cpu"), []
+    for accelerated in (False, True):
+        torch.manual_seed(0)
+        if accelerated:
+            contestant = peers.build_accelerated(config, own, draws, cpu)
+        else:
+            contestant = peers.build_peer(config, own, draws, "eager", cpu, torch.float32)
+        losses.append(torch.stack([contestant.step(i) for i in range(4)]))
+    assert losses[0][-1] < losses[0][0] - 0.05
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    assert re.search(r"norm .* yes$", capsys.readouterr().out, re.MULTILINE)  # it is not the peer once more
+
+
+@pytest.mark.parametrize(
+    "name",
     ["gpt2_medium_16x1024", "llama1b_4x4096", "bert_large_64x512", "transformer_big_mt_16k", "vit_base_256"],
 )
 def test_full_sizes_have_equal_numbers_of_parameters(name: str) -> None:
     cfg = configure(WORKLOADS[name])
     with torch.device("meta"):
-        theirs = peers.build_model(cfg, torch.float32)
+        theirs = peers.build_model(cfg, torch.float32, {})
     trained = sum(p.numel() for p in theirs.parameters() if p.requires_grad)  # Marian's table of sines is not
     assert trained == sum(p.numel() for p in build_model(cfg).parameters()) > 8e7
 
@@ -202,7 +267,7 @@ def test_full_sizes_have_equal_numbers_of_parameters(name: str) -> None:
 def test_the_peer_drops_out_as_asked(name: str, dropout: float) -> None:
     workload = fit_to_device(WORKLOADS[name], "cpu")
     cfg = configure(workload, dropout=dropout, attention_dropout=0.0)
-    theirs = peers.build_model(cfg, torch.float32)
+    theirs = peers.build_model(cfg, torch.float32, {})
     inputs = peers.to_inputs(draw_batches(workload, cfg)[0], cfg)
     with torch.no_grad():
         assert (theirs(**inputs).loss == theirs(**inputs).loss) == (dropout == 0.0)
