@@ -30,7 +30,7 @@ from stretto.hf.pending import Pending, compute, deferring, is_deferring
 from stretto.ops.activation import activate
 from stretto.ops.dropout import draw_keys
 from stretto.ops.linear import linear, linears
-from stretto.ops.mlp import mlp
+from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm, norm
 
 
@@ -117,10 +117,12 @@ class FusedGatedMLP(Fused):
         biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
         h = linears(x.flatten(0, -2), [weight_of(gate), weight_of(up)])
         assert self.parts.activation is not None
-        h = activate(h, biases, self.parts.activation, *(self.draw(x) if self.parts.inner_dropout else (0.0, None)))
-        later = self.parts.defers and is_deferring()
-        y = (linear(h, weight_of(down)) if later else project(h, down)).view(*x.shape[:-1], -1)
-        y = Pending(self, y, down.bias) if later else y
+        drop = self.draw(x) if self.parts.inner_dropout else (0.0, None)
+        y = activate_linear(h, biases, weight_of(down), self.parts.activation, *drop).view(*x.shape[:-1], -1)
+        if self.parts.defers and is_deferring():
+            y = Pending(self, y, down.bias)
+        elif down.bias is not None:
+            y = y + down.bias.to(y.dtype)
         return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
 
 

@@ -123,27 +123,10 @@ def _mlp_backward(
     """Gradients of x, up_weight, up_bias, down_weight, down_bias: those that are `needed`, in this order, and empty
     tensors for the others. Those of the biases: up_bias in its own dtype, down_bias wide."""
     need_x, need_up_weight, need_up_bias, need_down_weight, need_down_bias = needed
-    dx, dup_weight, ddown_weight = (x.new_empty(0) for _ in range(3))
-    dup_bias, ddown_bias = (x.new_empty(0, dtype=wide_dtype(x.dtype)) for _ in range(2))
-    h = kept if kind == "relu" else h
-    want_h = need_down_weight and recompute and kind != "relu"
-    need_pre = need_x or need_up_weight or need_up_bias
-    together = need_pre and need_down_weight and not want_h
-    if need_pre:
-        launch = partial(launch_activate_backward, overwrite_dh=True)
-        backward = launch if x.is_cuda or INTERPRET else activate_backward_ref
-        if together:
-            dh, ddown_weight = linear_backward(dout, h, down_weight)
-        else:
-            dh = dout @ down_weight
-        dpre, again, dup_bias = backward(dh, kept, up_bias, kind, p, key, want_h, need_up_bias)
-        h = again if want_h else h
-        del again, dh
-    elif want_h:
-        h = _activate(kept, up_bias, kind, p, key)
-    if need_down_weight and not together:
-        ddown_weight = dout.t() @ h
-    del h  # a recomputed one makes room for what follows
+    dx, dup_weight = x.new_empty(0), x.new_empty(0)
+    ddown_bias = x.new_empty(0, dtype=wide_dtype(x.dtype))
+    needed = [need_x or need_up_weight or need_up_bias, need_up_bias, need_down_weight]
+    dpre, dup_bias, ddown_weight = _backward_down(dout, kept, up_bias, h, down_weight, kind, p, key, recompute, needed)
     if need_down_bias:
         ddown_bias = dout.sum(0, dtype=ddown_bias.dtype)
     if need_x and need_up_weight:
@@ -153,6 +136,42 @@ def _mlp_backward(
     elif need_x:
         dx = dpre @ up_weight
     return dx, dup_weight, dup_bias, ddown_weight, ddown_bias
+
+
+def _backward_down(
+    dout: Tensor,
+    kept: Tensor,
+    bias: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    recompute: bool,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The way back through dropout(act(kept + bias)) @ weight^T: gradients of kept, bias and weight."""
+    need_kept, need_bias, need_weight = needed
+    dkept, dweight = kept.new_empty(0), kept.new_empty(0)
+    dbias = kept.new_empty(0, dtype=wide_dtype(kept.dtype))
+    h = kept if kind == "relu" else h
+    want_h = need_weight and recompute and kind != "relu"
+    together = need_kept and need_weight and not want_h
+    if need_kept:
+        launch = partial(launch_activate_backward, overwrite_dh=True)
+        backward = launch if dout.is_cuda or INTERPRET else activate_backward_ref
+        if together:
+            dh, dweight = linear_backward(dout, h, weight)
+        else:
+            dh = dout @ weight
+        dkept, again, dbias = backward(dh, kept, bias, kind, p, key, want_h, need_bias)
+        h = again if want_h else h
+        del again, dh
+    elif want_h:
+        h = _activate(kept, bias, kind, p, key)
+    if need_weight and not together:
+        dweight = dout.t() @ h
+    return dkept, dbias, dweight
 
 
 @_mlp_backward.register_fake
@@ -228,3 +247,79 @@ def mlp(
     dtype = product_dtype(x)
     x, up_weight, down_weight = x.to(dtype), up_weight.to(dtype), down_weight.to(dtype)
     return _mlp(x, up_weight, up_bias, down_weight, down_bias, kind, p, key if p > 0.0 else None, recompute)[0]
+
+
+@define("activate_linear")
+def _activate_linear(
+    pre: Tensor, bias: Tensor | None, weight: Tensor, kind: str, p: float, key: Tensor | None
+) -> Tensor:
+    return F.linear(_activate(pre, bias, kind, p, key), weight)
+
+
+@_activate_linear.register_fake
+def _(pre: Tensor, bias: Tensor | None, weight: Tensor, *others: Any) -> Tensor:
+    return pre.new_empty(pre.shape[0], weight.shape[0])
+
+
+@define("activate_linear_backward")
+def _activate_linear_backward(
+    dout: Tensor,
+    pre: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward_down(dout, pre, bias, pre, weight, kind, p, key, True, needed)
+
+
+@_activate_linear_backward.register_fake
+def _(
+    dout: Tensor,
+    pre: Tensor,
+    bias: Tensor | None,
+    weight: Tensor,
+    kind: str,
+    p: float,
+    key: Tensor | None,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    need_pre, need_bias, need_weight = needed
+    return (
+        pre.new_empty(pre.shape if need_pre else 0),
+        pre.new_empty(pre.shape[1] if need_bias else 0, dtype=wide_dtype(pre.dtype) if bias is None else bias.dtype),
+        pre.new_empty(weight.shape if need_weight else 0),
+    )
+
+
+def _save_pre(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pre, bias, weight, ctx.kind, ctx.p, key = inputs
+    ctx.save_for_backward(pre, bias, weight, key)
+
+
+def _backward_pre(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    pre, bias, weight, key = ctx.saved_tensors
+    need_pre, need_bias, need_weight = ctx.needs_input_grad[:3]
+    needed = [need_pre or need_bias, need_bias, need_weight]  # one kernel gives the first two
+    gradients = _activate_linear_backward(dout, pre, bias, weight, ctx.kind, ctx.p, key, needed)
+    wanted = (need_pre, need_bias, need_weight)
+    return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), None, None, None
+
+
+_activate_linear.register_autograd(_backward_pre, setup_context=_save_pre)
+
+
+def activate_linear(
+    pre: Tensor, bias: Tensor | None, weight: Tensor, kind: str, p: float, key: Tensor | None
+) -> Tensor:
+    """dropout(act(pre + bias)) @ weight^T, the second half of an MLP, for who computes the first half in another way.
+    Only `pre` is kept: its backward kernel writes the activations again."""
+    check_activation(kind, p, key)
+    if kind == "relu":
+        raise ValueError("activate_linear takes no relu, whose sign must be that of the rounded sum: use mlp")
+    inner = pre.shape[-1] // 2 if kind in GATES else pre.shape[-1]
+    if pre.ndim != 2 or weight.ndim != 2 or weight.shape[1] != inner:
+        raise ValueError(f"{kind} of {list(pre.shape)} and a weight [out, {inner}], not {list(weight.shape)}")
+    return _activate_linear(pre, bias, weight.to(pre.dtype), kind, p, key if p > 0.0 else None)

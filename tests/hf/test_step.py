@@ -53,7 +53,9 @@ def test_batches_of_other_lengths_share_a_plan() -> None:
     assert one.masks == two.masks and one.fillers == two.fillers == 1
     assert one.masks["attention_mask"].tokens == 24 and three.masks["attention_mask"].tokens == 24
     full = plan(draw_batch("bert", (9, 9, 9)), names)
-    assert full is not None and full.fillers == 0 and "attention_mask" not in full.inputs, "a mask that keeps everything"
+    assert full is not None and full.fillers == 0 and "attention_mask" not in full.inputs, (
+        "a mask that keeps everything"
+    )
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "marian", "gpt2"])
@@ -88,7 +90,8 @@ def test_what_has_to_be_looked_at_runs_as_usual(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "length", "masks"), [("gpt2", 9, 0), ("llama", 9, 0), ("bert", 9, 0), ("mistral", 9, 1), ("mistral", 3, 0)]
+    ("family", "length", "masks"),
+    [("gpt2", 9, 0), ("llama", 9, 0), ("bert", 9, 0), ("mistral", 9, 1), ("mistral", 3, 0)],
 )
 def test_a_mask_is_built_only_where_one_is_needed(
     family: str, length: int, masks: int, monkeypatch: pytest.MonkeyPatch

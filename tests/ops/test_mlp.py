@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from stretto.ops import mlp as family
-from stretto.ops.activation import GATES, KINDS
-from stretto.ops.mlp import mlp, mlp_ref
+from stretto.ops.activation import GATES, KINDS, activate_ref
+from stretto.ops.mlp import activate_linear, mlp, mlp_ref
 from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, error, rand, results, strided
 
 KEY = torch.tensor([0x123456789ABCDEF0, -7], device=DEVICE)
@@ -187,6 +187,44 @@ def test_compiles_under_autocast() -> None:
 def test_reference_gradients(kind: str) -> None:
     args = [t.double().requires_grad_() for t in arguments(kind, 3, 4, 5)]
     assert torch.autograd.gradcheck(lambda *args: mlp_ref(*args, kind, 0.3, KEY), args)
+
+
+SMOOTH = [kind for kind in KINDS if kind != "relu"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SMOOTH)
+def test_the_second_half_alone(kind: str, dtype: torch.dtype) -> None:
+    x, up_weight, up_bias, down_weight, _ = arguments(kind)
+    pre = x @ up_weight.t()
+
+    def exact(pre: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.linear(activate_ref(pre, bias, kind, 0.3, KEY), weight)
+
+    assert_parity(
+        lambda pre, bias, weight: activate_linear(pre, bias, weight, kind, 0.3, KEY),
+        exact,
+        [pre, up_bias, down_weight],
+        dtype,
+    )
+
+
+def test_the_second_half_is_an_op_that_keeps_its_input_alone() -> None:
+    x, up_weight, up_bias, down_weight, _ = arguments("swiglu")
+    leaves = [t.requires_grad_() for t in (x @ up_weight.t(), up_bias, down_weight)]
+    assert_op(family._activate_linear.overload, (*leaves, "swiglu", 0.2, KEY))
+    plain = [t.detach() for t in leaves]
+    for needed in ([True] * 3, [True, False, False], [False, False, True]):
+        assert_op(family._activate_linear_backward.overload, (rand(7, 12), *plain, "swiglu", 0.2, KEY, needed))
+    assert_compiles(lambda *args: activate_linear(*args, "swiglu", 0.2, KEY), plain)
+    kept = list[int]()
+    with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        activate_linear(*leaves, "swiglu", 0.2, KEY)
+    assert set(kept) == {t.data_ptr() for t in (*leaves, KEY)}
+    with pytest.raises(ValueError, match=r"swiglu of \[7, 40\] and a weight \[out, 20\], not \[12, 19\]"):
+        activate_linear(plain[0], None, plain[2][:, 1:], "swiglu", 0.0, None)
+    with pytest.raises(ValueError, match="no relu"):
+        activate_linear(plain[0], None, plain[2], "relu", 0.0, None)
 
 
 def test_shapes_are_checked() -> None:
