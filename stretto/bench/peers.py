@@ -67,7 +67,10 @@ def build_accelerated(
     from stretto.hf import Step, accelerate, report  # imports transformers
 
     fused = config.techniques.fused
-    assert fused is not None
+    if fused is None:
+        raise ConfigError(
+            "techniques.fused: the accelerated model takes its weights and moments from there; leave it on"
+        )
     weights = torch.float32 if fused.weights == "fp32" else torch.bfloat16
     model, parameters = _build(config, own, weights, device)
     print(report(accelerate(model)), flush=True)
@@ -80,9 +83,13 @@ def build_accelerated(
         {name: t.to(device, weights) if t.is_floating_point() else t for name, t in some.items()} for some in inputs
     ]
     records = step.recorder is not None
-    return Contestant(
-        lambda i: step(batches[i % len(batches)]), parameters, graphs.TIMES + 2 if records else 3, records
-    )
+    precision = resolve_precision(config.train.precision, device)
+
+    def run(i: int) -> Tensor:
+        with autocast(precision, device) if weights == torch.float32 else nullcontext():
+            return step(batches[i % len(batches)])
+
+    return Contestant(run, parameters, graphs.TIMES + 2 if records else 3, records)
 
 
 def _build(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stretto import graphs, runtime, train
-from stretto.batch import Batch
+from stretto.batch import Batch, Counts
 from stretto.bench.batches import Draw, count, draw_batches, to_batch
 from stretto.bench.measure import Contestant, Work, measure
 from stretto.bench.workloads import WORKLOADS, fit_to_device
@@ -39,7 +39,7 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
         precision = PRECISIONS[resolve_precision(config.train.precision, rt.device)]
         weights = torch.bfloat16 if workload.bf16_weights else torch.float32
         draws = draw_batches(workload, config.model)
-        counts = [count(draw) for draw in draws]
+        counts: list[Counts] | None = [count(draw) for draw in draws]
         if name.startswith("hf "):
             from stretto.bench.peers import build_peer
 
@@ -49,11 +49,11 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
             from stretto.bench.peers import build_accelerated
 
             contestant = build_accelerated(config, workload.own, draws, rt.device)
+            counts = None  # outside of the layers there is all of the padding, inside of them hardly any
         else:
             contestant = build_ours(config, draws, rt, weights)
             counts = [form(draw, config).counts for draw in draws]
-        filler = sum(c.padding for c in counts) / sum(c.all_slots for c in counts)
-        print(f"filler: {filler:.2%} of the positions", flush=True)
+        filler = None if counts is None else sum(c.padding for c in counts) / sum(c.all_slots for c in counts)
         return measure(contestant, count_work(config, draws), steps, rt.device, precision) | {"filler": filler}
 
 

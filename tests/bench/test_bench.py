@@ -66,7 +66,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     for name, result in results.items():
         assert result["tokens_per_s"] == pytest.approx(8 * 64 / (result["step_ms"] / 1e3)), (name, result)
         assert result["first_loss"] == pytest.approx(6.24, abs=0.1)  # ln 512: all train the same tiny model
-        assert result["filler"] == 0  # every row is full
+        assert result["filler"] == (None if name == "stretto hf" else 0)  # every row is full
         assert result["parameters"] == results["hf eager"]["parameters"]
         assert result["ratio_to_best_peer"] == pytest.approx(result["tokens_per_s"] / best)
         assert load_config(tmp_path / NAME / f"{name.replace(' ', '-')}.toml").train.compile is False
