@@ -58,7 +58,7 @@ def build_peer(
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return Contestant(step, parameters)
+    return Contestant(step, parameters, records=mode == "graphs")
 
 
 def build_accelerated(

@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from stretto.attention import attend
 from stretto.batch import dense_layout
-from stretto.hf.call import current_call, known_batch
+from stretto.hf.call import current_call
 from stretto.hf.packing import Packing
 
 NAME = "stretto"
@@ -70,27 +70,8 @@ def build_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         call = current_call()
         if call is not None and call.own is not None:
             return None
-        if known_batch.get() is not None and _needs_none(**kwargs):
-            return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask
-
-
-def _needs_none(
-    kv_length: int,
-    q_length: int | None = None,
-    cache_position: Tensor | None = None,  # has its length in transformers 4
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **others: Any,
-) -> bool:
-    """transformers answers this itself, but always builds a mask while a CUDA graph is recorded."""
-    if attention_mask is not None or (local_size is not None and kv_length >= local_size):
-        return False
-    queries = len(cache_position) if cache_position is not None else q_length
-    return allow_is_bidirectional_skip or (allow_is_causal_skip and queries == kv_length)
 
 
 class DistanceBias(nn.Module):

@@ -241,7 +241,8 @@ def _find_documents(tokens: Tensor, given: dict[str, Any]) -> Layout | None:
 
 
 def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> None:
-    """Packs what the masks keep, where that is less than everything, or where attention has a bias by distance."""
+    """Packs what the masks keep, where that is less than everything, or where attention has a bias by distance; always
+    where the batch is known beforehand, since transformers, while a CUDA graph is recorded, would build a mask."""
     shape, memory = (tokens.shape[0], tokens.shape[1]), given.get("encoder_hidden_states")
     own = _read_mask(call.known, given.get("attention_mask"), shape, tokens.device)
     if own is None or (own.facts.holes and stack.relative) or _exceeds_window(stack, own.layout.max_len):
@@ -254,7 +255,8 @@ def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> N
         other = _read_mask(call.known, mask, (memory.shape[0], memory.shape[1]), tokens.device)
         if other is None or other.facts.empty:
             return
-    if own.index is None and (other is None or other.index is None) and not stack.relative:
+    all_kept = own.index is None and (other is None or other.index is None)
+    if all_kept and not stack.relative and known_batch.get() is None:
         return
     call.own = Packing(*shape, own.index, own.layout, own.layout, stack.causal, stack.layers[-1])
     if other is not None and memory is not None:
