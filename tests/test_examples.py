@@ -6,12 +6,11 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -24,7 +23,7 @@ def numbers(output: str) -> list[float]:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None) -> Run:
     """Runs one in this process, which has imported the heavy packages already."""
 
     def start(name: str, *options: str) -> list[float]:
@@ -32,11 +31,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         return numbers(capsys.readouterr().out)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    yield start
-    torch.set_num_threads(threads)
+    return start
 
 
 def test_bert_on_the_command_line() -> None:

@@ -1,7 +1,10 @@
-"""stretto.hf.Trainer in two real processes (gloo) learns what it learns in one with batches twice as large.
+"""stretto.hf.Trainer under `accelerate launch` in two real processes (gloo) learns what it learns in one with batches
+twice as large.
 
 This file is also what each process runs:
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.distributed.test_hf_trainer OUT_FOLDER
+    accelerate launch --multi_gpu --num_processes 2 -m tests.distributed.test_hf_trainer OUT_FOLDER
+It is `--multi_gpu` without GPUs too, where the arguments of the Trainer ask for the CPU: with `--cpu` the launcher
+starts one process, unless there is MPI.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from stretto.hf import Trainer
 from tests.distributed.test_data_parallel import find_port
 from tests.hf.test_trainer import draw_samples, make
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parents[2]
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     # Its loss does not use num_items_in_batch; transformers multiplies it by the number of processes all the same.
@@ -62,9 +65,10 @@ def main(out: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("trainer")
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(find_port())]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--main_process_port", str(find_port())]
     done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "tests.distributed.test_hf_trainer", str(out)],
+        [sys.executable, *launch, "-m", "tests.distributed.test_hf_trainer", str(out)],
         cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

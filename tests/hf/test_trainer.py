@@ -34,14 +34,10 @@ MODELS = ["bert-classes", "gpt2", "marian"]
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """On one thread: models this small wait for their threads most of the time. And accelerate remembers the precision
-    of the first trainer of a process, in its state and in the environment."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """accelerate remembers the precision of the first trainer of a process, in its state and in the environment."""
     with patch.dict(os.environ):
         yield
     AcceleratorState._reset_state(reset_partial_state=True)
-    torch.set_num_threads(before)
 
 
 def draw_samples(family: str, number: int = 24) -> list[Sample]:
