@@ -21,6 +21,7 @@ class Facts:
     longest: int  # no row keeps more
     whole: bool  # it keeps everything
     empty: bool  # there is a row of which it keeps nothing
+    headless: bool  # there is a row of which it does not keep the first token
     holes: bool  # there is a row of which it keeps several pieces
 
 

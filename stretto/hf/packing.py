@@ -13,13 +13,15 @@ travels as arguments, so that a layer that is recomputed in the backward pass fi
 
 Packed documents are the same with nothing to leave out: rows of [N, S] hold several documents, whose ends are given by
 position_ids that start anew, or by cu_seq_lens_q. A rectangle is kept where the result would not be the same: labels on
-padding, hidden states that are asked for, a cache, a window that the sequences exceed, a hole in a row with a bias by
-distance. Compiled code keeps it too: how many tokens are real is not known to a compiler.
+padding, a row whose class is read at padding, hidden states that are asked for, a cache, a window that the sequences
+exceed, a hole in a row with a bias by distance. Compiled code keeps it too: how many tokens are real is not known to a
+compiler.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -175,21 +177,22 @@ def has_labels_on_padding(labels: Tensor, mask: Any) -> Tensor:
 
 
 def _measure(mask: Tensor) -> Tensor:
-    """int64 [5]: its largest value, tokens, longest row, shortest row, most pieces in a row."""
+    """int64 [6]: its largest value, tokens, longest row, shortest row, first tokens, most pieces in a row."""
     kept = mask != 0
     lengths = kept.sum(1)
     pieces = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
-    return torch.stack([mask.max().long(), lengths.sum(), lengths.max(), lengths.min(), pieces.max()])
+    first = kept[:, 0].sum()
+    return torch.stack([mask.max().long(), lengths.sum(), lengths.max(), lengths.min(), first, pieces.max()])
 
 
 def _judge(mask: Tensor, read: Iterator[int]) -> Facts:
-    largest, tokens, longest, shortest, most_pieces = islice(read, 5)
+    largest, tokens, longest, shortest, first, most_pieces = islice(read, 6)
     if largest > 1:
         raise ValueError(
             f"attention_mask has values up to {largest}: a mask is 0 or 1; the ends of packed documents are given by "
             "position_ids that start anew with each of them"
         )
-    return Facts(tokens, longest, tokens == mask.numel(), shortest == 0, most_pieces > 1)
+    return Facts(tokens, longest, tokens == mask.numel(), shortest == 0, first < len(mask), most_pieces > 1)
 
 
 def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed: bool) -> None:
@@ -247,8 +250,11 @@ def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> N
     own = _read_mask(call.known, given.get("attention_mask"), shape, tokens.device)
     if own is None or (own.facts.holes and stack.relative) or _exceeds_window(stack, own.layout.max_len):
         return
-    if own.facts.empty and stack.owner.config.is_encoder_decoder:
-        return  # a decoder that attends to a row of padding alone sees the padding
+    if stack.owner.config.is_encoder_decoder:
+        if own.facts.empty:
+            return  # a decoder that attends to a row of padding alone sees the padding
+    elif (own.facts.empty or (own.facts.headless and not stack.causal)) and call.known.positions != math.prod(shape):
+        return  # where not every token has a label, the class of a row may be read at its first one
     other = None
     if stack.crosses and memory is not None:
         mask = given.get("encoder_attention_mask")
@@ -275,7 +281,7 @@ class _Kept:
 def _read_mask(known: Known, mask: Any, shape: tuple[int, int], device: torch.device) -> _Kept | None:
     """None where it keeps nothing, or is not a mask of these rows."""
     rows, length = shape
-    facts = Facts(rows * length, length, whole=True, empty=False, holes=False)
+    facts = Facts(rows * length, length, whole=True, empty=False, headless=False, holes=False)
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != shape:
             return None

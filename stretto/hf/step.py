@@ -51,12 +51,13 @@ class Planned:
 class Step:
     def __init__(self, model: nn.Module, optimizer: FlatAdamW, clip: float = 0.0) -> None:
         """`clip` is the largest norm of the gradients; 0: any."""
-        if not is_accelerated(model) or isinstance(model, DistributedDataParallel):
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if several or isinstance(model, DistributedDataParallel):
+            raise ValueError("Step is for one process: it does not exchange gradients; stretto.hf.Trainer does")
+        if not is_accelerated(model):
             raise ValueError(f"Step takes an accelerated model, not {type(model).__name__}: stretto.accelerate(model)")
         if not isinstance(optimizer, FlatAdamW):
             raise ValueError(f"Step takes stretto.optim.FlatAdamW, not {type(optimizer).__name__}")
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise ValueError("Step is for one process: it does not exchange gradients")
         self.model, self.optimizer, self.clip = model, optimizer, clip
         self.unpads = not any(line.role == "padding" and line.problem for line in report(model).lines)
         self.device = next(model.parameters()).device
@@ -92,11 +93,14 @@ class Step:
 
 
 def plan(batch: Mapping[str, Any], names: tuple[str, ...]) -> Planned | None:
-    """None for a batch that is looked at while the model runs: with documents in its rows, gaps, labels on padding."""
+    """None for a batch that is looked at while the model runs: with documents in its rows, gaps, labels on padding, or
+    padding on the left where labels are of rows."""
     if any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
         return None
     known = get_to_know(batch, names)
     if known.labels_on_padding or any(facts.empty or facts.holes for _, facts in known.masks):
+        return None
+    if any(facts.headless and mask.numel() != known.positions for mask, facts in known.masks):
         return None
     facts_of = {name: facts for name in MASKS for mask, facts in known.masks if batch.get(name) is mask}
     # A mask that keeps everything is none: so the model need not ask.

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stretto
+from stretto.hf.step import Step
+from stretto.optim import FlatAdamW
 from tests.hf.families import DECODERS, FAMILIES, PAIRS, assert_parity, build, draw_batch, learn
 from tests.hf.test_packing import count_tokens
 from tests.hf.test_parity import FLOOR
@@ -82,11 +84,17 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         if rank == 0:
             gradients = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
             torch.save(gradients, Path(folder) / f"{family}.pt")
+    with pytest.raises(ValueError, match="the model inside DistributedDataParallel, before it is wrapped"):
+        stretto.accelerate(model)
+    for each in (model, model.module):
+        with pytest.raises(ValueError, match="Step is for one process"):
+            Step(each, FlatAdamW(model.parameters(), lr=0.1))
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.dist
 def test_two_processes(tmp_path: Path) -> None:
+    """Their gradients are the average of both, and what needs to be said before or cannot be done is an error."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

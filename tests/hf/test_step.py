@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import stretto
 import stretto.hf.attention
 from stretto.hf.packing import argument_names, get_to_know
 from stretto.hf.step import Step, plan
 from stretto.optim import FlatAdamW, clip_gradients
-from tests.hf.families import FAMILIES, RECTANGULAR, build, draw_batch
+from tests.hf.families import FAMILIES, RECTANGULAR, Batch, build, draw_batch
 from tests.ops.checks import DEVICE
 
 LENGTHS = [(9, 3, 6), (9, 4, 5), (2, 9, 9), None, (9, 9, 9)]
@@ -27,12 +27,11 @@ def make(family: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Fl
     return model, FlatAdamW(parameters, lr=1e-2, eps=1e-2, weight_decay=0.1, weights=weights)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_updates_are_those_of_a_plain_loop(family: str) -> None:
+def assert_same_updates(family: str, batches: list[Batch]) -> None:
+    """As those of a plain loop."""
     (model, optimizer), (other, others) = make(family), make(family)
     step = Step(model, optimizer, clip=0.5)
-    for seed, lengths in enumerate(LENGTHS):
-        batch = draw_batch(family, lengths, seed)
+    for batch in batches:
         loss = step(batch)
         expected = other(**{name: t.to(DEVICE) for name, t in batch.items()}).loss
         expected.backward()
@@ -42,6 +41,11 @@ def test_updates_are_those_of_a_plain_loop(family: str) -> None:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
     for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_updates_are_those_of_a_plain_loop(family: str) -> None:
+    assert_same_updates(family, [draw_batch(family, lengths, seed) for seed, lengths in enumerate(LENGTHS)])
 
 
 def test_batches_of_other_lengths_share_a_plan() -> None:
@@ -72,21 +76,26 @@ def test_filler_is_behind_the_real_tokens(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_what_has_to_be_looked_at_runs_as_usual(family: str) -> None:
-    model, optimizer = make(family)
-    step, batch = Step(model, optimizer), draw_batch(family)
-    names = argument_names(model)
-    with_gap = batch["attention_mask"].clone()
-    with_gap[0, 4] = 0
-    labels = torch.where(with_gap != 0, batch["labels"], -100)
+    batch = draw_batch(family)
+    with_gap, with_empty_row = batch["attention_mask"].clone(), batch["attention_mask"].clone()
+    with_gap[0, 4] = with_empty_row[1] = 0
+    masked = [batch | {"attention_mask": m, "labels": mask_labels(batch, m)} for m in (with_gap, with_empty_row)]
     documents = {"position_ids": torch.arange(9).expand(3, 9) % 5, "labels": batch["labels"]}
-    on_padding = batch | {"labels": batch["input_ids"]}
-    for odd in (
-        batch | {"attention_mask": with_gap, "labels": labels},
-        documents | {"input_ids": batch["input_ids"]},
-        on_padding,
-    ):
-        assert plan(odd, names) is None
-        assert torch.isfinite(step(odd))
+    odd = [*masked, documents | {"input_ids": batch["input_ids"]}, batch | {"labels": batch["input_ids"]}]
+    assert [plan(one, argument_names(build(family))) for one in odd] == [None] * 4
+    assert_same_updates(family, odd)
+
+
+def mask_labels(batch: Batch, mask: Tensor) -> Tensor:
+    return batch["labels"].where(mask != 0, torch.tensor(-100))
+
+
+def test_classes_that_are_read_at_padding_run_as_usual() -> None:
+    batch = draw_batch("bert-classes")
+    empty = batch["attention_mask"] * torch.tensor([[1], [0], [1]])
+    odd = [batch | {"attention_mask": mask} for mask in (batch["attention_mask"].flip(1), empty)]
+    assert [plan(one, argument_names(build("bert-classes"))) for one in odd] == [None] * 2
+    assert_same_updates("bert-classes", odd)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +137,11 @@ def test_mistakes_are_named() -> None:
         Step(nn.Linear(2, 2), optimizer)
     with pytest.raises(ValueError, match="FlatAdamW, not SGD"):
         Step(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+    step, batch = Step(model, optimizer), draw_batch("bert")
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="values up to 2: a mask is 0 or 1"):
+        step(batch | {"attention_mask": 2 * batch["attention_mask"]})
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.gpu

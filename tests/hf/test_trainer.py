@@ -71,8 +71,7 @@ def make(kind: Any, model: str | nn.Module, folder: Path, family: str = "", othe
         args=hf.Seq2SeqTrainingArguments(str(folder), **defaults | options),
         train_dataset=samples,
         eval_dataset=samples[:10],
-        data_collator=DataCollator(1),
-        **dict(others),
+        **{"data_collator": DataCollator(1)} | dict(others),
     )
 
 
@@ -141,12 +140,21 @@ def test_a_loss_function_that_reads_padding(tmp_path: Path) -> None:
             batch = super().__call__(samples)
             return batch | {"labels": batch["labels"].clamp(min=0)}
 
-    others = {"compute_loss_func": summed}
-    trainers = [make(kind, "gpt2", tmp_path, others=others) for kind in (Trainer, hf.Trainer)]
-    for trainer in trainers:
-        trainer.data_collator = WithoutIgnored(1)
-        trainer.train()
-    assert_same_way(*trainers)
+    others = {"compute_loss_func": summed, "data_collator": WithoutIgnored(1)}
+    assert_same_way(*train_both("gpt2", tmp_path, others))
+
+
+@pytest.mark.parametrize("family", ["bert-classes", "gpt2"])
+def test_a_row_of_padding_alone(family: str, tmp_path: Path) -> None:
+    class WithEmptyRow(DataCollator):
+        def __call__(self, samples: Any) -> dict[str, Tensor]:
+            batch = super().__call__(samples)
+            batch["attention_mask"][1] = 0
+            if family == "gpt2":
+                batch["labels"][1] = -100
+            return batch
+
+    assert_same_way(*train_both(family, tmp_path, {"data_collator": WithEmptyRow(1)}))
 
 
 def test_label_smoothing_of_pairs(tmp_path: Path) -> None:
