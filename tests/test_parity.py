@@ -24,6 +24,7 @@ from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Model, build_model
 from tests.hf_weights import translate
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-5
 COUNTS = Counts(0, 0, 0, 0)  # models do not look at them
 VOCAB, CLASSES, EPS = 61, 5, 3e-3  # an epsilon so large that a wrong one shows

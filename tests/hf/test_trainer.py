@@ -176,9 +176,9 @@ def test_label_smoothing_of_pairs(tmp_path: Path) -> None:
 def test_losses_need_no_logits(smoothing: float, tmp_path: Path) -> None:
     rows: list[int] = []
 
-    def note(x: Tensor, *others: Any) -> Tensor:
+    def note(x: Tensor, *others: Any, **options: Any) -> Tensor:
         rows.append(len(x))
-        return linear_cross_entropy(x, *others)
+        return linear_cross_entropy(x, *others, **options)
 
     trainer = make(Trainer, "gpt2", tmp_path, label_smoothing_factor=smoothing)
     with (
@@ -186,8 +186,9 @@ def test_losses_need_no_logits(smoothing: float, tmp_path: Path) -> None:
         patch.object(stretto.hf.loss.Logits, "compute", side_effect=AssertionError("logits were computed")),
     ):
         trainer.train()
-    lengths = sum(len(sample["input_ids"]) - 1 for sample in draw_samples("gpt2"))
-    assert len(rows) == 6 and sum(rows) == lengths  # an epoch
+    samples = draw_samples("gpt2")  # an epoch
+    predicted = sum(len(sample["input_ids"]) - 1 for sample in samples)
+    assert len(rows) == 6 and predicted <= sum(rows) <= predicted + len(samples)  # first tokens are labels too
 
 
 def add_dropout(model: nn.Module) -> nn.Module:
