@@ -55,7 +55,11 @@ def test_generation(family: str, beams: int) -> None:
 
 
 QUICK = ("bert", "gpt2", "llama", "t5", "vit")
-COMPILED = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+COMPILED = [
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
+    for family in FAMILIES
+    if family not in ("bert-classes", "qwen2", "marian-swish", "t5-gated")  # the layers of others, with other options
+]
 
 
 @pytest.mark.parametrize("family", COMPILED)

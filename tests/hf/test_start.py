@@ -105,9 +105,10 @@ def test_sharded_and_replicated_processes_start_there_too(published: dict[str, P
             }
         }
 
-    launch({"one": job("replicate")}, tmp_path / "alone", 1)
+    one = job("replicate")["config"]
+    train(build_config(one | {"run": {"dir": str(tmp_path / "alone"), "device": "cpu"}}))
     launch({"shard": job("shard"), "replicate": job("replicate")}, tmp_path / "together", 2)
-    alone = losses(tmp_path / "alone" / "one")
+    alone = losses(tmp_path / "alone")
     for name in ("shard", "replicate"):
         assert losses(tmp_path / "together" / name) == pytest.approx(alone, rel=1e-5)
 
