@@ -325,7 +325,7 @@ def _wrap(patch: pytest.MonkeyPatch, name: str, change: Callable[[Any], Any]) ->
 
 
 def _shifted_memory(self: Any, memory: Tensor) -> list[Any]:
-    pairs = [block.cross.kv(memory).unflatten(1, (2, -1, self.head_size)).unbind(1) for block in self.blocks]
+    pairs = [block.cross.kv(memory).unflatten(1, (2, -1, block.cross.head_size)).unbind(1) for block in self.blocks]
     return [*pairs[1:], pairs[0]]
 
 
