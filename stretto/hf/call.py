@@ -52,9 +52,7 @@ class Call:
     stack: Stack | None = None
     own: Packing | None = None
     memory: Packing | None = None  # of the encoder's output
-    packed: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list
-    )  # what all layers are given, and it without padding
+    packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what all layers get, and it without padding
     angles: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cosines as they were given, and what the kernel reads
 
 

@@ -17,17 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from stretto.batch import IGNORE
 from stretto.hf.call import Call, current_call, set_call
 from stretto.hf.layers import Parts
-from stretto.hf.pending import METADATA
+from stretto.hf.lazy import Lazy
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.language import product_dtype
 
-_GRAD_FN: Any = Tensor.grad_fn  # None: there is no history yet, and DistributedDataParallel asks for it
-_KNOWN = METADATA | {_GRAD_FN.__get__}
+_GRAD_FN: Any = Tensor.grad_fn
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,8 @@ class Recipe:
     made: list[Tensor] = field(default_factory=list)  # the logits [T, V], once somebody wanted them; views share them
 
 
-class Logits(Tensor):
+class Logits(Lazy):
+    known = Lazy.known | {_GRAD_FN.__get__}  # None: there is no history yet, and DistributedDataParallel asks for it
     recipe: Recipe
 
     @staticmethod
@@ -53,23 +52,8 @@ class Logits(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _KNOWN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if args and isinstance(args[0], Logits):
-            kept = args[0]._keep(func, args[1:], kwargs)
-            if kept is not None:
-                return kept
-        args, kwargs = tree_map_only(Logits, Logits.compute, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *others: Any) -> Any:
-        raise RuntimeError(f"{func} met logits that were not computed; accelerate with loss=False to have them always")
+    def note(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        return args[0]._keep(func, args[1:], kwargs) if args and isinstance(args[0], Logits) else None
 
     def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The result, where it can be had without the logits. Those that were computed may have been changed since."""
@@ -162,9 +146,6 @@ class Logits(Tensor):
                 logits = recipe.plain(recipe.hidden)
                 recipe.made.append((logits if recipe.bias is None else logits + recipe.bias).to(self.dtype))
         return recipe.made[0].view(self.shape)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self.compute())
 
 
 @contextmanager

@@ -25,22 +25,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from stretto.hf.lazy import Lazy
 from stretto.ops.activation import activate
 from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.norm import add_norm
 
-_PROPERTIES: list[Any] = [Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.is_cuda, Tensor.layout]
-METADATA = {p.__get__ for p in _PROPERTIES} | {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point,
-}  # fmt: skip
 _ADDS = (Tensor.add, torch.add)
 _keys: ContextVar[list[Tensor] | None] = ContextVar("stretto_keys", default=None)  # for dropout, inside a layer
 _useful: ContextVar[set[nn.Module] | None] = ContextVar("stretto_useful", default=None)
 
 
-class Pending(Tensor):
+class Pending(Lazy):
     maker: nn.Module  # whose product it is
     product: Tensor | None  # [..., C]; None once the whole is made
     bias: Tensor | None  # [C]
@@ -67,26 +63,12 @@ class Pending(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        noted: Tensor | None = None
+    def note(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         if func in _ADDS and len(args) == 2 and not kwargs:
-            noted = _note_sum(*args)
-        elif func is F.dropout and isinstance(args[0], Pending):
-            noted = args[0]._note_dropout(*args[1:], **kwargs)
-        if noted is not None:
-            return noted
-        args, kwargs = tree_map_only(Pending, Pending.compute, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, *others: Any) -> Any:
-        raise RuntimeError(f"{func} met a sum that was not computed; accelerate with fused=False to have them always")
+            return _note_sum(*args)
+        if func is F.dropout and isinstance(args[0], Pending):
+            return args[0]._note_dropout(*args[1:], **kwargs)
+        return None
 
     def _note_dropout(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> Pending | None:
         if self.activation is not None:
@@ -132,9 +114,6 @@ class Pending(Tensor):
     def _keep(self, made: Tensor) -> None:
         self.made = made
         self.product = self.bias = self.key = self.residual = None
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self.compute())
 
 
 def _note_sum(first: Any, second: Any) -> Pending | None:

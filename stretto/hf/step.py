@@ -84,7 +84,9 @@ class Step:
             known_batch.reset(before)
 
     def _update(self, inputs: Mapping[str, Any]) -> Tensor:
-        loss: Tensor = self.model(**inputs).loss
+        loss: Tensor | None = self.model(**inputs).loss
+        if loss is None:
+            raise ValueError(f"{type(self.model).__name__} gave no loss: the batch needs labels")
         loss.backward()  # type: ignore[no-untyped-call]
         clip_gradients(self.model, self.optimizer, self.clip)
         self.optimizer.step()
@@ -93,8 +95,8 @@ class Step:
 
 
 def plan(batch: Mapping[str, Any], names: tuple[str, ...]) -> Planned | None:
-    """None for a batch that is looked at while the model runs: with documents in its rows, gaps, labels on padding, or
-    padding on the left where labels are of rows."""
+    """None for a batch that is looked at while the model runs: with documents in its rows, gaps, labels on padding,
+    padding on the left where labels are of rows, or labels that are no ids, beside which a mask stays unknown."""
     if any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
         return None
     known = get_to_know(batch, names)
@@ -103,6 +105,8 @@ def plan(batch: Mapping[str, Any], names: tuple[str, ...]) -> Planned | None:
     if any(facts.headless and mask.numel() != known.positions for mask, facts in known.masks):
         return None
     facts_of = {name: facts for name in MASKS for mask, facts in known.masks if batch.get(name) is mask}
+    if any(batch.get(name) is not None and name not in facts_of for name in MASKS):
+        return None
     # A mask that keeps everything is none: so the model need not ask.
     inputs = {name: value for name, value in batch.items() if name not in facts_of or not facts_of[name].whole}
     masks = {name: _fill(inputs[name], facts) for name, facts in facts_of.items() if name in inputs}

@@ -276,17 +276,8 @@ def _activate_linear_backward(
 
 
 @_activate_linear_backward.register_fake
-def _(
-    dout: Tensor,
-    pre: Tensor,
-    bias: Tensor | None,
-    weight: Tensor,
-    kind: str,
-    p: float,
-    key: Tensor | None,
-    needed: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    need_pre, need_bias, need_weight = needed
+def _(dout: Tensor, pre: Tensor, bias: Tensor | None, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    need_pre, need_bias, need_weight = others[-1]
     return (
         pre.new_empty(pre.shape if need_pre else 0),
         pre.new_empty(pre.shape[1] if need_bias else 0, dtype=wide_dtype(pre.dtype) if bias is None else bias.dtype),

@@ -100,7 +100,15 @@ def test_classes_that_are_read_at_padding_run_as_usual() -> None:
 
 @pytest.mark.parametrize(
     ("family", "length", "masks"),
-    [("gpt2", 9, 0), ("llama", 9, 0), ("bert", 9, 0), ("marian", 9, 0), ("mistral", 9, 1), ("mistral", 3, 0)],
+    [
+        ("gpt2", 9, 0),
+        ("llama", 9, 0),
+        ("bert", 9, 0),
+        ("marian", 9, 0),
+        ("mistral", 9, 1),
+        ("mistral", 3, 0),
+        ("vit", 9, 0),
+    ],
 )
 def test_a_mask_is_built_only_where_one_is_needed(
     family: str, length: int, masks: int, monkeypatch: pytest.MonkeyPatch
@@ -116,7 +124,7 @@ def test_a_mask_is_built_only_where_one_is_needed(
     monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True, raising=False)
     batch = draw_batch(family, (9, 9, 9))
     batch.pop("decoder_attention_mask", None)
-    Step(model, optimizer)({name: value[:, :length] for name, value in batch.items()})
+    Step(model, optimizer)({name: value[:, :length] if value.ndim == 2 else value for name, value in batch.items()})
     assert len(built) == masks
 
 
@@ -131,10 +139,21 @@ def test_rates_may_change_between_steps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_labels_that_are_no_ids_leave_the_mask_unknown() -> None:
+    """It would have to be read while the model runs, which a graph does not allow."""
+    batch = draw_batch("bert-classes")
+    names = argument_names(build("bert-classes"))
+    assert plan(batch, names) is not None
+    assert plan(batch | {"labels": batch["labels"].float()}, names) is None
+
+
 def test_mistakes_are_named() -> None:
     model, optimizer = make("bert")
     with pytest.raises(ValueError, match=r"accelerated model, not Linear: stretto\.accelerate"):
         Step(nn.Linear(2, 2), optimizer)
+    batch = {name: value.to(DEVICE) for name, value in draw_batch("bert").items() if name != "labels"}
+    with pytest.raises(ValueError, match="BertForMaskedLM gave no loss: the batch needs labels"):
+        Step(model, optimizer)(batch)
     with pytest.raises(ValueError, match="FlatAdamW, not SGD"):
         Step(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
     step, batch = Step(model, optimizer), draw_batch("bert")
