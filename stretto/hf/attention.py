@@ -2,7 +2,7 @@
 
 Where a layer was handed a Packing (packing.py), queries, keys and values are [1, heads, T, D], and attention stays
 inside its sequences. Without a mask it is dense. With a mask that is a tensor (a cache, a window, a hole) it is
-transformers' own. The function for masks builds none where layers are packed.
+transformers' own. The function for masks builds none where layers are packed, or where it would hide nothing.
 """
 
 from __future__ import annotations
@@ -60,15 +60,29 @@ def attention(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
         )
         return out, None
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, _let_go(value, key)))
     out = attend(q, k, v, queries, keys, causal, dropout, bias, scale=scaling)
     return out.view(rows, length, *out.shape[1:]), None
+
+
+def _let_go(value: Tensor, key: Tensor) -> Tensor:
+    """Values that are a part of one product with queries and keys (projections.py) keep all of it for the backward
+    pass; where those were rotated, and are elsewhere, they are better copied."""
+    if torch.compiler.is_compiling() or not value.requires_grad:
+        return value
+    storage = value.untyped_storage()
+    alone = storage.data_ptr() != key.untyped_storage().data_ptr() and storage.nbytes() > value.nbytes
+    return value.clone() if alone else value
 
 
 def build_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if not torch.compiler.is_compiling():
         call = current_call()
         if call is not None and call.own is not None:
+            return None
+        # Without padding everybody sees everybody. While a graph is recorded, transformers 5.17 would not skip it.
+        anyone_may_see = kwargs.get("allow_is_bidirectional_skip") and kwargs.get("local_size") is None
+        if anyone_may_see and kwargs.get("attention_mask") is None:
             return None
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
     return mask

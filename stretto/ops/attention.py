@@ -56,6 +56,7 @@ from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_proc
 from stretto.ops.op import define
 
 MOST_CHANNELS = 128  # of a head
+_MARGIN = 128  # the longest side of a tile
 _WORD = 0xFFFFFFFF
 _SPREAD = 0x9E3779B1  # odd, so that keys stay distinct; about 2^32 / golden ratio, so that neighbours lie far apart
 
@@ -237,9 +238,11 @@ def _store_tile(ptr, tile, start, length, stride, D: tl.constexpr, ROWS: tl.cons
 
 
 @jit
-def _load_bias(bias_ptr, distance, reach):
-    """In units of log2, as scores are; beyond the tiles' sequences any number will do."""
-    return tl.load(bias_ptr + tl.minimum(tl.maximum(distance, -reach), reach)) * 1.4426950408889634
+def _bias_rows(row, width):
+    """Where the bias of a query for key 0 is, in the table [4, width] of a head: see align_bias."""
+    before = width // 2 - row
+    shift = -before & 3
+    return tl.multiple_of((3 - shift) * width + before + shift, 4)
 
 
 @jit
@@ -390,7 +393,7 @@ def _short_attention_backward_kernel(
 @jit
 def _long_forward_tiles(
     out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, begin, end, k_len, scale, k_stride, v_stride,
-    reach, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
+    width, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Along the keys from `begin` to `end`; MASKED: some of them may be hidden from some queries."""
@@ -400,7 +403,7 @@ def _long_forward_tiles(
         k = _load_tile(k_ptr, start, k_len, k_stride, D, BLOCK_N, BLOCK_D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if bias_ptr is not None:
-            scores = scores * scale + _load_bias(bias_ptr, col - row[:, None], reach)
+            scores = scores * scale + tl.load(bias_ptr + _bias_rows(row, width)[:, None] + col)
         if MASKED:
             visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
             scores = tl.where(visible, scores, float("-inf"))
@@ -423,9 +426,9 @@ def _long_forward_tiles(
 @jit
 def _long_attention_kernel(
     q_ptr, k_ptr, v_ptr,
-    bias_ptr,  # [H, 2 * reach + 1]
+    bias_ptr,  # [H, 4, width], see align_bias
     out_ptr, lse_ptr, words_ptr, key_ptr, q_offsets_ptr, k_offsets_ptr, tokens, scale, q_stride, k_stride, v_stride,
-    reach, sequences,
+    width, sequences,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
@@ -439,7 +442,7 @@ def _long_attention_kernel(
         k_ptr += k_begin.to(tl.int64) * k_stride + head // GROUP * D
         v_ptr += k_begin.to(tl.int64) * v_stride + head // GROUP * D
         if bias_ptr is not None:
-            bias_ptr += head * (2 * reach + 1) + reach
+            bias_ptr += head * 4 * width
         row = start + tl.arange(0, BLOCK_M)
         first, second = row, row
         if P > 0:
@@ -452,11 +455,11 @@ def _long_attention_kernel(
         whole = (tl.minimum(k_len, start + 1) if CAUSAL else k_len) // BLOCK_N * BLOCK_N
         out, highest, total = _long_forward_tiles(
             out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, 0, whole, k_len, scale,
-            k_stride, v_stride, reach, D, CAUSAL, P, False, BLOCK_N, BLOCK_D,
+            k_stride, v_stride, width, D, CAUSAL, P, False, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         out, highest, total = _long_forward_tiles(
             out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, whole, end, k_len, scale,
-            k_stride, v_stride, reach, D, CAUSAL, P, True, BLOCK_N, BLOCK_D,
+            k_stride, v_stride, width, D, CAUSAL, P, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         total = tl.where(total > 0, total, 1.0)
         out *= (1 / total)[:, None]
@@ -467,7 +470,7 @@ def _long_attention_kernel(
 
 @jit
 def _dscores(
-    q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, reach,
+    q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, width,
     CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dS of a tile [queries, keys] whose keys are `start` + `lane`; lse2 is in units of log2."""
@@ -475,7 +478,7 @@ def _dscores(
     exponent = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse2[:, None]
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
     if bias_ptr is not None:
-        exponent += _load_bias(bias_ptr, col - row[:, None], reach)
+        exponent += tl.load(bias_ptr + _bias_rows(row, width)[:, None] + col)
     if MASKED:
         visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
         exponent = tl.where(visible, exponent, float("-inf"))
@@ -487,7 +490,7 @@ def _dscores(
 @jit
 def _long_dq_tiles(
     dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, begin, end, k_len, scale, k_stride, v_stride,
-    reach, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
+    width, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK_N)
@@ -495,7 +498,7 @@ def _long_dq_tiles(
         k = _load_tile(k_ptr, start, k_len, k_stride, D, BLOCK_N, BLOCK_D)
         v = _load_tile(v_ptr, start, k_len, v_stride, D, BLOCK_N, BLOCK_D)
         ds = _dscores(
-            q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, reach,
+            q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, width,
             CAUSAL, P, MASKED,
         )  # fmt: skip
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -507,7 +510,7 @@ def _long_attention_dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, words_ptr,
     delta_ptr,  # [H, T], written here
     dq_ptr, q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride,
-    reach, sequences, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    width, sequences, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     CAUSAL: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
@@ -522,7 +525,7 @@ def _long_attention_dq_kernel(
         k_ptr += k_begin.to(tl.int64) * k_stride + head // GROUP * D
         v_ptr += k_begin.to(tl.int64) * v_stride + head // GROUP * D
         if bias_ptr is not None:
-            bias_ptr += head * (2 * reach + 1) + reach
+            bias_ptr += head * 4 * width
         row = start + tl.arange(0, BLOCK_M)
         per_query = tl.cast(head, tl.int64) * tokens + q_begin + row
         first, second = row, row
@@ -540,11 +543,11 @@ def _long_attention_dq_kernel(
         whole = (tl.minimum(k_len, start + 1) if CAUSAL else k_len) // BLOCK_N * BLOCK_N
         dq = _long_dq_tiles(
             dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, 0, whole, k_len, scale,
-            k_stride, v_stride, reach, D, CAUSAL, P, False, BLOCK_N, BLOCK_D,
+            k_stride, v_stride, width, D, CAUSAL, P, False, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         dq = _long_dq_tiles(
             dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, whole, end, k_len, scale,
-            k_stride, v_stride, reach, D, CAUSAL, P, True, BLOCK_N, BLOCK_D,
+            k_stride, v_stride, width, D, CAUSAL, P, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         _store_tile(dq_ptr + at, dq * (scale * 0.6931471805599453), start, q_len, H * D, D, BLOCK_M, BLOCK_D)
 
@@ -553,7 +556,7 @@ def _long_attention_dq_kernel(
 def _long_dkv_tiles(
     dk, dv, k, v, q_ptr, dout_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr,
     first_key,  # inside the sequence
-    begin, end, q_len, tokens, scale, q_stride, dout_stride, reach, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    begin, end, q_len, tokens, scale, q_stride, dout_stride, width, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Along the queries from `begin` to `end`. Keys beyond the end of the sequence need no mask: what they get is not
@@ -568,7 +571,7 @@ def _long_dkv_tiles(
         exponent = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse2[None, :]
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
         if bias_ptr is not None:
-            exponent += _load_bias(bias_ptr, first_key + lane - row[None, :], reach)
+            exponent += tl.load(bias_ptr + _bias_rows(row, width)[None, :] + first_key + lane)
         if MASKED:
             exponent = tl.where(first_key + lane <= row[None, :], exponent, float("-inf"))
         p = tl.exp2(exponent)
@@ -586,7 +589,7 @@ def _long_dkv_tiles(
 @jit
 def _long_attention_dkv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr, dk_ptr, dv_ptr, q_offsets_ptr,
-    k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, reach, sequences,
+    k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, width, sequences,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
@@ -609,19 +612,19 @@ def _long_attention_dkv_kernel(
         for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
             per_query = tl.cast(head, tl.int64) * tokens + q_begin
             words_head = words_ptr + per_query if P > 0 else words_ptr
-            bias_head = bias_ptr + head * (2 * reach + 1) + reach if bias_ptr is not None else bias_ptr
+            bias_head = bias_ptr + head * 4 * width if bias_ptr is not None else bias_ptr
             whole = start * 0
             if CAUSAL:
                 begin = start // BLOCK_M * BLOCK_M
                 whole = tl.minimum((start + BLOCK_N + BLOCK_M - 2) // BLOCK_M * BLOCK_M, q_len)
                 dk, dv = _long_dkv_tiles(
                     dk, dv, k, v, q_ptr + head * D, dout_ptr + head * D, bias_head, lse_ptr + per_query, words_head,
-                    delta_ptr + per_query, start, begin, whole, q_len, tokens, scale, q_stride, dout_stride, reach,
+                    delta_ptr + per_query, start, begin, whole, q_len, tokens, scale, q_stride, dout_stride, width,
                     H, D, P, True, BLOCK_M, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
             dk, dv = _long_dkv_tiles(
                 dk, dv, k, v, q_ptr + head * D, dout_ptr + head * D, bias_head, lse_ptr + per_query, words_head,
-                delta_ptr + per_query, start, whole, q_len, q_len, tokens, scale, q_stride, dout_stride, reach,
+                delta_ptr + per_query, start, whole, q_len, q_len, tokens, scale, q_stride, dout_stride, width,
                 H, D, P, False, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         at = (k_begin.to(tl.int64) * K + kv_head) * D
@@ -633,7 +636,7 @@ def _long_attention_dkv_kernel(
 def _attention_dbias_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr,
     sums_ptr,  # [programs, BLOCK, BLOCK]
-    q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, reach, sequences,
+    q_offsets_ptr, k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, width, sequences,
     last,  # the tiles of queries before the last one of the longest sequence
     SHARES: tl.constexpr,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
@@ -643,7 +646,7 @@ def _attention_dbias_kernel(
     share = tl.program_id(0) % SHARES
     head = tl.program_id(0) // SHARES % H
     diagonal = tl.program_id(0) // SHARES // H - last  # number of the tile of keys, less that of queries
-    bias_ptr += head * (2 * reach + 1) + reach
+    bias_ptr += head * 4 * width
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for sequence in range(share, sequences, SHARES):
@@ -666,7 +669,7 @@ def _attention_dbias_kernel(
             k = _load_tile(k_at, key, k_len, k_stride, D, BLOCK, BLOCK_D)
             v = _load_tile(v_at, key, k_len, v_stride, D, BLOCK, BLOCK_D)
             total += _dscores(
-                q, dout, k, v, bias_ptr, row, key, lane, lse2, delta, first, second, k_len, scale, reach,
+                q, dout, k, v, bias_ptr, row, key, lane, lse2, delta, first, second, k_len, scale, width,
                 CAUSAL, P, True,
             )  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK * BLOCK + lane[:, None] * BLOCK + lane[None, :]
@@ -750,8 +753,9 @@ def launch_attention(
         else:
             tile, _, _ = long_tiles(q, q_max)
             tiles = tokens // tile["BLOCK_M"] + sequences
+            aligned, width = align_bias(bias)
             _long_attention_kernel[(heads * tiles,)](
-                q, k, v, bias, *written, *layout, _reach(bias), sequences,
+                q, k, v, aligned, *written, *layout, width, sequences,
                 SEQUENCES=next_power_of_2(sequences), **kind, **tile,
             )  # fmt: skip
     return out, lse, words
@@ -789,15 +793,16 @@ def launch_attention_backward(
         _short_attention_backward_kernel[grid](dout, q, k, v, *kept, dq, dk, dv, *layout, **kind, **tile)
         return dq, dk, dv, dbias
     _, dq_tile, dkv_tile = long_tiles(q, q_max)
+    aligned, width = align_bias(bias)
     delta, kind = torch.empty_like(lse), kind | {"SEQUENCES": next_power_of_2(sequences)}
     if dq.numel():
         tiles = tokens // dq_tile["BLOCK_M"] + sequences
         _long_attention_dq_kernel[(heads * tiles,)](
-            dout, q, k, v, bias, out, *kept, delta, dq, *layout, _reach(bias), sequences, **kind, **dq_tile
+            dout, q, k, v, aligned, out, *kept, delta, dq, *layout, width, sequences, **kind, **dq_tile
         )
     tiles = k.shape[0] // dkv_tile["BLOCK_N"] + sequences
     _long_attention_dkv_kernel[(kv_heads * tiles,)](
-        dout, q, k, v, bias, *kept, delta, dk, dv, *layout, _reach(bias), sequences, **kind, **dkv_tile
+        dout, q, k, v, aligned, *kept, delta, dk, dv, *layout, width, sequences, **kind, **dkv_tile
     )
     if bias is not None:
         del kind["SEQUENCES"]
@@ -805,7 +810,7 @@ def launch_attention_backward(
         q_tiles, k_tiles, shares = cdiv(q_max, block), cdiv(k_max, block), min(sequences, 8)
         sums = q.new_empty(q_tiles + k_tiles - 1, heads, shares, block, block, dtype=torch.float32)
         _attention_dbias_kernel[(sums.numel() // block**2,)](
-            dout, q, k, v, bias, *kept, delta, sums, *layout, _reach(bias), sequences, q_tiles - 1,
+            dout, q, k, v, aligned, *kept, delta, sums, *layout, width, sequences, q_tiles - 1,
             SHARES=shares, BLOCK=block, BLOCK_D=dq_tile["BLOCK_D"], **kind,
         )  # fmt: skip
         dbias = sum_diagonals(sums.sum(2).transpose(0, 1), q_tiles, bias.shape[1]).to(bias.dtype)
@@ -824,8 +829,16 @@ def sum_diagonals(tiles: Tensor, before: int, size: int) -> Tensor:
     return F.pad(line, (left, size - left - line.shape[1]))
 
 
-def _reach(bias: Tensor | None) -> int:
-    return 0 if bias is None else bias.shape[1] // 2
+def align_bias(bias: Tensor | None) -> tuple[Tensor | None, int]:
+    """A bias [H, 2 R - 1] as the kernels read it: [H, 4, width], distance 0 in the middle, and the width. The numbers
+    of a query for four keys in a row are neighbours, but begin anywhere; of four copies, moved by one place each, one
+    has them where they can be read at once. In units of log2, as scores are, and 0 where tiles go beyond sequences."""
+    if bias is None:
+        return None, 0
+    width = cdiv(bias.shape[1] + 2 * _MARGIN + 4, 16) * 16
+    before = width // 2 - bias.shape[1] // 2
+    line = F.pad(bias * math.log2(math.e), (before + 3, width - before - bias.shape[1]))
+    return line.unfold(1, width, 1).contiguous(), width
 
 
 def _new_outputs(q: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

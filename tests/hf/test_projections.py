@@ -61,6 +61,17 @@ def test_rotary_positions_are_ours(family: str, lengths: tuple[int, ...] | None)
     assert find_rotary(hf.models.gpt2.modeling_gpt2.GPT2Attention.forward) is None
 
 
+def test_what_was_rotated_is_not_kept_as_it_was_before() -> None:
+    """Queries, keys and values are one product, which the values alone would keep for the backward pass."""
+    model, kept = stretto.accelerate(build("llama")), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(**draw_batch("llama", None)).loss.backward()
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    widths = [len(layer.weight) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    tokens, sizes = draw_batch("llama", None)["input_ids"].numel(), {t.untyped_storage().nbytes() for t in kept}
+    assert tokens * sum(widths) * 4 not in sizes and tokens * widths[2] * 4 in sizes
+
+
 def test_what_our_rotation_does_not_cover_is_theirs() -> None:
     calls: list[Any] = []
 
