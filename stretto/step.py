@@ -18,6 +18,7 @@ from stretto.model import Model
 from stretto.optim import FlatAdamW, clip_gradients
 from stretto.parallel.data import StaticGradients, gradient_sync, replicate
 from stretto.runtime import Runtime, seed_all
+from stretto.techniques.layer_drop import LayerDrop
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIMED = 4  # the step after a start that tells whether the host is what steps wait for: kernels are compiled by then
@@ -37,6 +38,7 @@ class Trainable:
     device: torch.device
     clip: float
     seed: int
+    layer_drop: LayerDrop | None = None  # what leaves blocks out
     may_record: bool = False  # steps are replayed from CUDA graphs, or may be: batches then come in few shapes
     gradients: StaticGradients | None = None  # None: as autograd makes them
     recorders: Recorders | None = None  # of CUDA graphs; None: every kernel is launched by the host
