@@ -124,12 +124,12 @@ class FusedBlock(Block):
         memory_kv: Heads | None = None,
     ) -> Tensor | tuple[Tensor, Branch]:
         """Pre-norm: `pending` is the branch that is still to be added to the stream x. Post-norm: it is x again, with a
-        gradient of its own, so that the norm that made both adds their gradients up. A block whose result has to be
-        put into its place or scaled as a whole leaves nothing pending."""
+        gradient of its own, so that the norm that made both adds their gradients up. A block that settles leaves
+        nothing pending."""
         if cache is not None:
             return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
         *norm_keys, mlp_key, self_key, cross_key = keys
-        stream, settles = x, share.whole or share.part.subset is not None
+        stream = x
         x, layout, rotary, memory, memory_layout = take(share, x, layout, rotary, memory, memory_layout)
         branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary, self_key)),
@@ -142,7 +142,9 @@ class FusedBlock(Block):
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
                 h, x = self.add(pending, x, norm, key)
                 pending = branch(h) if share.whole else scale_branch(branch(h), share.scale)
-            return (put(share, stream, self.settle(pending, x, norm_keys[0])), NOTHING) if settles else (x, pending)
+            if share.settles:
+                return put(share, stream, self.settle(pending, x, norm_keys[0])), NOTHING
+            return x, pending
         again, _ = pending
         assert again is not None
         for (norm, branch), key in zip(branches, norm_keys, strict=False):
