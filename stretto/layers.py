@@ -35,7 +35,6 @@ from stretto.model import (
     PatchEmbedding,
     Rotary,
     Stack,
-    put,
     rotary_angles,
     sinusoids,
     take,
@@ -129,8 +128,7 @@ class FusedBlock(Block):
         if cache is not None:
             return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
         *norm_keys, mlp_key, self_key, cross_key = keys
-        stream = x
-        x, layout, rotary, memory, memory_layout = take(share, x, layout, rotary, memory, memory_layout)
+        put, (x, layout, rotary, memory, memory_layout) = take(share, x, layout, rotary, memory, memory_layout)
         branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary, self_key)),
             (self.mlp_norm, lambda h: self.expand(h, mlp_key)),
@@ -143,7 +141,7 @@ class FusedBlock(Block):
                 h, x = self.add(pending, x, norm, key)
                 pending = branch(h) if share.whole else scale_branch(branch(h), share.scale)
             if share.settles:
-                return put(share, stream, self.settle(pending, x, norm_keys[0])), NOTHING
+                return put(self.settle(pending, x, norm_keys[0])), NOTHING
             return x, pending
         again, _ = pending
         assert again is not None

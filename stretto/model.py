@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -157,13 +157,13 @@ class Block(nn.Module):
         cross_cache: LayerCache | None = None,
         share: Share = EVERYTHING,
     ) -> Tensor:
-        stream, scale = x, None if share.whole else share.scale
-        x, layout, rotary, memory, memory_layout = take(share, x, layout, rotary, memory, memory_layout)
+        put, inputs = take(share, x, layout, rotary, memory, memory_layout)
+        (x, layout, rotary, memory, memory_layout), scale = inputs, None if share.whole else share.scale
         x = self.add_branch(x, self.attention_norm, scale, lambda h: self.attention(h, layout, rotary, cache))
         if self.cross is not None and self.cross_norm is not None:
             cross, seen = self.cross, (memory, memory_layout, cross_cache)
             x = self.add_branch(x, self.cross_norm, scale, lambda h: cross(h, layout, *seen))
-        return put(share, stream, self.add_branch(x, self.mlp_norm, scale, self.mlp))
+        return put(self.add_branch(x, self.mlp_norm, scale, self.mlp))
 
     def add_branch(
         self, x: Tensor, norm: nn.Module, scale: Tensor | None, branch: Callable[[Tensor], Tensor]
@@ -203,29 +203,57 @@ class Stack(nn.Module):
         return dict.fromkeys(range(len(self.blocks)), EVERYTHING) if depth is None else depth.shares()
 
 
+class _Take(torch.autograd.Function):
+    """Some tokens of x [T, C], and x for `_Put` to put others in their place: in the backward pass too, the gradient of
+    these tokens takes the place of what came for them, so nothing is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens)
+        return x.index_select(0, tokens), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dpart: Tensor, dx: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        return dx.index_copy(0, tokens, dpart), None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return x.index_copy(0, tokens, out)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, Tensor]:
+        (tokens,) = ctx.saved_tensors
+        return dx, None, dx.index_select(0, tokens)
+
+
 BlockInputs = tuple[Tensor, Layout, Rotary | None, Tensor | None, Layout | None]
 
 
 def take(
     share: Share, x: Tensor, layout: Layout, rotary: Rotary | None, memory: Tensor | None, memory_layout: Layout | None
-) -> BlockInputs:
-    """A block's part of its inputs."""
-    subset, seen = share.part.subset, share.part.memory
+) -> tuple[Callable[[Tensor], Tensor], BlockInputs]:
+    """What makes the stream [T, C] of a block's output, and the block's part of its inputs."""
+    subset, seen, stream = share.part.subset, share.part.memory, x
     if subset is not None:
-        x, layout = x[subset.tokens], subset.layout
-        rotary = None if rotary is None else Rotary(rotary.cos[subset.tokens], rotary.sin[subset.tokens])
+        x, stream = _Take.apply(x, subset.tokens)  # type: ignore[no-untyped-call]
+        layout = subset.layout
+        if rotary is not None:
+            rotary = Rotary(rotary.cos.index_select(0, subset.tokens), rotary.sin.index_select(0, subset.tokens))
     if seen is not None and memory is not None:
-        memory, memory_layout = memory[seen.tokens], seen.layout
-    return x, layout, rotary, memory, memory_layout
+        memory, memory_layout = memory.index_select(0, seen.tokens), seen.layout
 
+    def put(out: Tensor) -> Tensor:
+        if share.whole and share.scale is not None:
+            out = x + share.scale * (out - x)
+        if subset is None:
+            return out
+        return _Put.apply(stream, subset.tokens, out)  # type: ignore[no-untyped-call]
 
-def put(share: Share, x: Tensor, out: Tensor) -> Tensor:
-    """The stream x [T, C] with a block's output in the place of its part."""
-    subset = share.part.subset
-    if share.whole and share.scale is not None:
-        before = x if subset is None else x[subset.tokens]
-        out = before + share.scale * (out - before)
-    return out if subset is None else x.index_copy(0, subset.tokens, out)
+    return put, (x, layout, rotary, memory, memory_layout)
 
 
 class Embedding(nn.Module):

@@ -67,6 +67,8 @@ def run_step(parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels:
     Returns this process's summed loss and the global gradient norm, both still on the device.
     """
     static, recorders = parts.gradients, parts.recorders
+    if recorders is not None:
+        recorders.prepare_for(batches[0][1])
     # Wrappers average gradients over the processes, and the sum is wanted; static ones are summed.
     parts.factor.fill_((world if static is None else 1) / max(num_labels, 1))
     if recorders is not None and static is None:
@@ -123,6 +125,15 @@ class Recorders:
         self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, memory)
         self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, memory)
         self.update = Recorder(lambda: (update(parts),), optimizer.recording, memory)
+        self.theta: float | None = None
+
+    def prepare_for(self, batch: Batch) -> None:
+        """Another theta: the patterns of blocks that worked under the last one do not come again."""
+        theta = next((depth.theta for depth in batch.depths.values()), None)
+        if theta != self.theta:
+            self.theta = theta
+            self.step.forget()
+            self.learn.forget()
 
 
 class GraphChoice:

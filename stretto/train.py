@@ -280,6 +280,8 @@ def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
 
 def _find_obstacles(config: Config, rt: Runtime, precision: str) -> list[str]:
     """Why steps cannot be replayed from CUDA graphs."""
+    drop = config.techniques.layer_drop
+    by_step = drop is not None and drop.gate == "batch"
     obstacles = {
         "they need a GPU": rt.device.type != "cuda",
         "they need [techniques.fused], whose optimizer keeps all it needs on the device": not config.techniques.fused,
@@ -287,6 +289,11 @@ def _find_obstacles(config: Config, rt: Runtime, precision: str) -> list[str]:
             config.parallel
         ),
         "fp16 adjusts its loss scale on the host: set train.precision to 'bf16'": precision == "fp16",
+        "techniques.layer_drop.sampling = 'bernoulli' has too many patterns to record: set it to 'systematic'": (
+            drop is not None and by_step and drop.sampling == "bernoulli"
+        ),
+        "techniques.layer_drop leaves blocks without gradients, which several micro-batches or processes would have to"
+        " keep in place: set its gate to 'sample'": by_step and max(rt.world, config.train.micro_batches) > 1,
     }
     return [reason for reason, holds in obstacles.items() if holds]
 

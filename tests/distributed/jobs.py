@@ -23,6 +23,8 @@ from stretto.config import build_config
 from stretto.errors import StrettoError
 from stretto.train import train
 
+FORMS = ("into_tensor", "tensor", "single")
+
 
 def run_job(tree: dict[str, Any], resume: bool, stop_after: int) -> dict[str, Any]:
     samples: dict[int, list[tuple[int, ...]]] = {}
@@ -59,8 +61,9 @@ def run_job(tree: dict[str, Any], resume: bool, stop_after: int) -> dict[str, An
 def count_messages() -> Iterator[list[int]]:
     """The size of each tensor that is summed, gathered or scattered."""
     sizes: list[int] = []
-    names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-    known = {name: getattr(torch.distributed, name) for name in names}
+    # FSDP2 calls the ones or the others, by the version of torch.
+    names = ["all_reduce"] + [f"{what}_{how}" for what in ("all_gather", "reduce_scatter") for how in FORMS]
+    known = {name: getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)}
 
     def count(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +74,7 @@ def count_messages() -> Iterator[list[int]]:
         return call
 
     try:
-        for name in names:
+        for name in known:
             setattr(torch.distributed, name, count(name))
         yield sizes
     finally:

@@ -19,7 +19,7 @@ NAMES = [f"{gate}-{fused}" for gate in ("batch", "sample") for fused in ("plain"
 
 
 def trees(folder: Path) -> dict[str, dict[str, Any]]:
-    """Two micro-batches for each of two processes, with dropout; the choice is left to chance from the first step on."""
+    """Two micro-batches for each of two processes, with dropout; blocks are left out from the first step on."""
     plain = change(base(folder), model__layers=BLOCKS, optim__eps=1e-4)
     drop = {"theta": 0.3, "schedule": "constant", "index": "text"}
     found = {
