@@ -8,7 +8,7 @@ right, and then carries the real lengths.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +46,47 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class Subset:
+    """Some of the sequences of a layout."""
+
+    tokens: Tensor  # int64 [T']: where they are among all tokens
+    layout: Layout  # how these T' split
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a block works on."""
+
+    subset: Subset | None = None  # None: everything
+    memory: Subset | None = None  # of the encoder's output, where there is cross attention
+
+
+@dataclass(frozen=True)
+class Share:
+    """A block's part, and the factor of what it adds to it. Not a tuple: FSDP2 would round the factor."""
+
+    part: Part = Part()
+    scale: Tensor | None = None  # fp32 []; None: 1
+    whole: bool = False  # the factor is that of the block as a whole, not of each of its branches
+    settles: bool = False  # nothing of it may wait for the next block, which has another part
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Which blocks of a stack work on a batch (techniques/layer_drop.py). The pattern is part of the batch's shape."""
+
+    scales: Tensor  # fp32 [L]
+    parts: dict[int, Part]  # by the number of the block; all other blocks are left out
+    whole: bool
+    theta: float
+    work: float  # of how many blocks, on everything
+
+    def shares(self) -> dict[int, Share]:
+        scales, settles = self.scales.unbind(), self.whole or any(part.subset for part in self.parts.values())
+        return {number: Share(part, scales[number], self.whole, settles) for number, part in self.parts.items()}
+
+
+@dataclass(frozen=True)
 class Counts:
     """What the host knows of a batch without asking the device."""
 
@@ -80,6 +121,7 @@ class Batch:
     label_at: Tensor | None = None  # int64 [M]: labels are for these tokens only (masked LM)
     source: Sequences | None = None  # what the encoder of an encoder-decoder reads
     pixels: Tensor | None = None  # float [N, C, H, W]
+    depths: dict[str, Depth] = field(default_factory=dict)  # by the name of the stack; in others every block works
 
     def to(self, device: torch.device) -> Batch:
         pin = device.type == "cuda"
@@ -115,8 +157,8 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield name
             yield from _leaves(item)
     elif is_dataclass(value):
-        for field in fields(value):
-            yield from _leaves(getattr(value, field.name))
+        for item in fields(value):
+            yield from _leaves(getattr(value, item.name))
     else:
         yield value
 

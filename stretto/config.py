@@ -208,10 +208,29 @@ class FusedConfig:
 
 
 @dataclass(frozen=True)
+class LayerDropConfig:
+    theta: float = 0.5  # how often the last block works where the schedule is lowest; the first one always does
+    # decay: all blocks work at first, then fewer and fewer. raptr: few at first, all of them at the end.
+    schedule: Literal["decay", "raptr", "constant"] = "decay"
+    gamma: float = 0.0  # of the decay, per step; 0: 100 / train.steps
+    # Of L blocks number l, counted from 1, is left out in proportion to (l - 1) / L (algorithm) or l / L (text).
+    index: Literal["algorithm", "text"] = "algorithm"
+    gate: Literal["batch", "sample"] = "batch"  # a block is left out for a whole step, or for some sequences of a batch
+    # batch: systematic leaves out as many blocks in every step, up to one; bernoulli decides for each by itself.
+    sampling: Literal["systematic", "bernoulli"] = "systematic"
+    scale: Literal["branch", "update"] = "branch"  # what makes up for it, 1 / p, multiplies each branch or the block
+
+    def __post_init__(self) -> None:
+        _require(0.0 < self.theta <= 1.0, f"techniques.layer_drop.theta = {self.theta} must be above 0, and at most 1")
+        _require_not_negative("techniques.layer_drop", self, "gamma")
+
+
+@dataclass(frozen=True)
 class TechniquesConfig:
     """One subsection per technique; a technique is off unless its subsection is there, as in [techniques.fused]."""
 
     fused: FusedConfig | None = None
+    layer_drop: LayerDropConfig | None = None
 
 
 @dataclass(frozen=True)

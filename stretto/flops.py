@@ -6,7 +6,9 @@ BERT's output layer only where a token is predicted: MFU then says how much of t
 
 from __future__ import annotations
 
-from stretto.batch import Counts
+from collections.abc import Mapping
+
+from stretto.batch import Counts, Depth
 from stretto.config import ModelConfig
 
 
@@ -15,8 +17,11 @@ def tokens_per_sample(cfg: ModelConfig) -> int:
     return (cfg.image_size // cfg.patch) ** 2 + 1 if cfg.kind == "vit" else 1
 
 
-def training_flops(cfg: ModelConfig, counts: Counts) -> float:
-    """Forward and backward over one batch."""
+def training_flops(cfg: ModelConfig, counts: Counts, depths: Mapping[str, Depth] | None = None) -> float:
+    """Forward and backward over one batch, by all blocks or as many as `depths` says."""
+    num_blocks: dict[str, float] = {"encoder": cfg.layers, "decoder": cfg.decoder_layers or cfg.layers}
+    num_blocks |= {name: depth.work for name, depth in (depths or {}).items()}
+    layers, decoder_layers = num_blocks["encoder"], num_blocks["decoder"]
     width, kv_heads = cfg.width, cfg.kv_heads or cfg.heads
     kv_width = width // cfg.heads * kv_heads
     attention = 2 * width * width + 2 * width * kv_width
@@ -24,16 +29,15 @@ def training_flops(cfg: ModelConfig, counts: Counts) -> float:
     block = attention + (3 if cfg.activation == "swiglu" else 2) * width * inner
     if cfg.kind == "vit":
         images, length = counts.tokens, tokens_per_sample(cfg)
-        products = images * ((length - 1) * cfg.channels * cfg.patch**2 * width + length * cfg.layers * block)
-        return 6 * (products + images * width * cfg.classes) + 12 * cfg.layers * width * images * length**2
+        products = images * ((length - 1) * cfg.channels * cfg.patch**2 * width + length * layers * block)
+        return 6 * (products + images * width * cfg.classes) + 12 * layers * width * images * length**2
     if cfg.kind == "encoder":
-        products = counts.tokens * cfg.layers * block + counts.labels * width * (width + cfg.vocab)
-        return 6 * products + 12 * cfg.layers * width * counts.pairs
+        products = counts.tokens * layers * block + counts.labels * width * (width + cfg.vocab)
+        return 6 * products + 12 * layers * width * counts.pairs
     products = counts.tokens * width * cfg.vocab
     if cfg.kind == "decoder":
-        return 6 * (products + counts.tokens * cfg.layers * block) + 6 * cfg.layers * width * counts.pairs
-    decoder_layers = cfg.decoder_layers or cfg.layers
-    products += counts.source_tokens * (cfg.layers * block + decoder_layers * 2 * width * width)
+        return 6 * (products + counts.tokens * decoder_layers * block) + 6 * decoder_layers * width * counts.pairs
+    products += counts.source_tokens * (layers * block + decoder_layers * 2 * width * width)
     products += counts.tokens * decoder_layers * (block + 2 * width * width)
-    pairs = cfg.layers * counts.source_pairs + decoder_layers * (counts.pairs / 2 + counts.cross_pairs)
+    pairs = layers * counts.source_pairs + decoder_layers * (counts.pairs / 2 + counts.cross_pairs)
     return 6 * products + 12 * width * pairs

@@ -100,6 +100,13 @@ class Recorder:
         recording.graph.replay()
         return tuple(result.clone() for result in recording.results)
 
+    def forget(self) -> None:
+        """What is recorded will not come again: other shapes get its place."""
+        if self.recordings:
+            torch.cuda.synchronize()  # a replay may still be at work
+        self.recordings.clear()
+        self.seen.clear()
+
     def comes_again(self, shape: object) -> bool:
         if len(self.seen) == MANY:  # no use in remembering them all
             self.seen.clear()

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.attention import attend
-from stretto.batch import Layout, Sequences
+from stretto.batch import Depth, Layout, Sequences, Share
 from stretto.model import (
+    EVERYTHING,
     Block,
     Cache,
     CrossAttention,
@@ -36,10 +37,11 @@ from stretto.model import (
     Stack,
     rotary_angles,
     sinusoids,
+    take,
 )
 from stretto.ops.activation import activate
 from stretto.ops.cross_entropy import linear_cross_entropy
-from stretto.ops.dropout import draw_keys
+from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.embedding import embed
 from stretto.ops.heads import project_heads
 from stretto.ops.language import product_dtype
@@ -51,6 +53,7 @@ Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
 NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, epsilon, whether it is an RMSNorm
 Keys = tuple[Tensor | None, ...]  # of dropout, each [2]; None where nothing is dropped
 Branch = tuple[Tensor | None, Tensor | None]  # without the bias of its last product, and that bias: a norm adds both
+NOTHING: Branch = (None, None)
 
 
 class FusedStack(Stack):
@@ -62,17 +65,19 @@ class FusedStack(Stack):
         memory: Tensor | None = None,
         memory_layout: Layout | None = None,
         cache: Cache | None = None,
+        depth: Depth | None = None,
     ) -> Tensor:
         if cache is not None:
             return super().forward(x, positions, layout, memory, memory_layout, cache)
         rotary = None if self.rope is None else rotary_angles(positions, *self.rope)
-        keys = self.draw_keys(x)
-        memories = [None] * len(self.blocks) if memory is None else self.project_memory(memory)
+        keys, shares = self.draw_keys(x), self.shares(depth)
+        memories = {} if memory is None else self.project_memory(memory, shares)
         last = self.blocks[-1]
         assert isinstance(last, FusedBlock)
-        pending: Branch = (None, None) if last.pre_norm else (x, None)
-        for block, key, kv in zip(self.blocks, keys[:-1], memories, strict=True):
-            x, pending = block(x, layout, rotary, memory, memory_layout, pending=pending, keys=key, memory_kv=kv)
+        pending: Branch = NOTHING if last.pre_norm else (x, None)
+        for i, share in shares.items():
+            parts = {"share": share, "pending": pending, "keys": keys[i], "memory_kv": memories.get(i)}
+            x, pending = self.blocks[i](x, layout, rotary, memory, memory_layout, **parts)
         return last.add(pending, x, self.norm, keys[-1][0])[0] if last.pre_norm else x
 
     def draw_keys(self, x: Tensor) -> list[Keys]:
@@ -84,17 +89,18 @@ class FusedStack(Stack):
         keys = draw_keys(x, (len(self.blocks) + 1) * FusedBlock.KEYS).unbind()
         return [keys[i : i + FusedBlock.KEYS] for i in range(0, len(keys), FusedBlock.KEYS)]
 
-    def project_memory(self, memory: Tensor) -> list[Heads | None]:
+    def project_memory(self, memory: Tensor, shares: dict[int, Share]) -> dict[int, Heads]:
         """Keys and values of all layers by one product: all project the same encoder output, and its gradient is then
         summed over the layers inside the backward product. Where the weights are sharded each block has to gather its
-        own, and projects for itself."""
-        layers: list[CrossAttention] = [block.cross for block in self.blocks]  # type: ignore[misc]
-        if any(isinstance(layer.kv.weight, DTensor) for layer in layers):
-            return [None] * len(layers)
+        own, and projects for itself; so it does where it sees a part only."""
+        layers: list[CrossAttention] = [self.blocks[i].cross for i in shares]  # type: ignore[misc]
+        sharded = any(isinstance(layer.kv.weight, DTensor) for layer in layers)
+        if sharded or not layers or any(share.part.memory is not None for share in shares.values()):
+            return {}
         weight = torch.cat([layer.kv.weight for layer in layers])
         bias = None if layers[0].kv.bias is None else torch.cat([layer.kv.bias for layer in layers])
         heads = project_heads(memory, weight, bias, [layer.heads for layer in layers for _ in "kv"])
-        return list(zip(heads[::2], heads[1::2], strict=True))
+        return dict(zip(shares, zip(heads[::2], heads[1::2], strict=True), strict=True))
 
 
 class FusedBlock(Block):
@@ -110,16 +116,19 @@ class FusedBlock(Block):
         memory_layout: Layout | None = None,
         cache: LayerCache | None = None,
         cross_cache: LayerCache | None = None,
+        share: Share = EVERYTHING,
         *,
-        pending: Branch = (None, None),
+        pending: Branch = NOTHING,
         keys: Keys = (None,) * KEYS,
         memory_kv: Heads | None = None,
     ) -> Tensor | tuple[Tensor, Branch]:
         """Pre-norm: `pending` is the branch that is still to be added to the stream x. Post-norm: it is x again, with a
-        gradient of its own, so that the norm that made both adds their gradients up."""
+        gradient of its own, so that the norm that made both adds their gradients up. A block that settles leaves
+        nothing pending."""
         if cache is not None:
             return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
         *norm_keys, mlp_key, self_key, cross_key = keys
+        put, (x, layout, rotary, memory, memory_layout) = take(share, x, layout, rotary, memory, memory_layout)
         branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary, self_key)),
             (self.mlp_norm, lambda h: self.expand(h, mlp_key)),
@@ -130,7 +139,9 @@ class FusedBlock(Block):
         if self.pre_norm:
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
                 h, x = self.add(pending, x, norm, key)
-                pending = branch(h)
+                pending = branch(h) if share.whole else scale_branch(branch(h), share.scale)
+            if share.settles:
+                return put(self.settle(pending, x, norm_keys[0])), NOTHING
             return x, pending
         again, _ = pending
         assert again is not None
@@ -142,6 +153,13 @@ class FusedBlock(Block):
         """The normalised sum, and the stream that goes on: the sum itself, or post-norm the normalised one."""
         p, (out, bias) = self.dropout if self.training else 0.0, branch
         return add_norm(out, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
+
+    def settle(self, branch: Branch, x: Tensor, key: Tensor | None) -> Tensor:
+        """The stream with the last branch added to it, where no norm does that."""
+        p, (out, bias) = self.dropout if self.training else 0.0, branch
+        assert out is not None
+        out = out if bias is None else out + bias.to(out.dtype)
+        return x + (out if key is None else dropout(out, p, key))
 
     def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
         at = self.attention
@@ -208,6 +226,11 @@ class FusedLMHead(LMHead):
             x = linear(x, self.transform.weight)
             x = norm(activate(x, self.transform.bias, self.activation, 0.0, None), *norm_parts(self.norm))
         return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
+
+
+def scale_branch(branch: Branch, scale: Tensor | None) -> Branch:
+    out, bias = branch
+    return branch if scale is None else (None if out is None else scale * out, None if bias is None else scale * bias)
 
 
 def norm_parts(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:

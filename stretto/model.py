@@ -18,17 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.attention import as_rows, attend
-from stretto.batch import IGNORE, Batch, Layout, Sequences, dense_layout
+from stretto.batch import IGNORE, Batch, Depth, Layout, Sequences, Share, dense_layout
 from stretto.config import ModelConfig, RopeScaling
 
 X = TypeVar("X")
+EVERYTHING = Share()
 
 
 @dataclass(frozen=True)
@@ -154,16 +155,22 @@ class Block(nn.Module):
         memory_layout: Layout | None = None,
         cache: LayerCache | None = None,
         cross_cache: LayerCache | None = None,
+        share: Share = EVERYTHING,
     ) -> Tensor:
-        x = self.add_branch(x, self.attention_norm, lambda h: self.attention(h, layout, rotary, cache))
+        put, inputs = take(share, x, layout, rotary, memory, memory_layout)
+        (x, layout, rotary, memory, memory_layout), scale = inputs, None if share.whole else share.scale
+        x = self.add_branch(x, self.attention_norm, scale, lambda h: self.attention(h, layout, rotary, cache))
         if self.cross is not None and self.cross_norm is not None:
-            cross = self.cross
-            x = self.add_branch(x, self.cross_norm, lambda h: cross(h, layout, memory, memory_layout, cross_cache))
-        return self.add_branch(x, self.mlp_norm, self.mlp)
+            cross, seen = self.cross, (memory, memory_layout, cross_cache)
+            x = self.add_branch(x, self.cross_norm, scale, lambda h: cross(h, layout, *seen))
+        return put(self.add_branch(x, self.mlp_norm, scale, self.mlp))
 
-    def add_branch(self, x: Tensor, norm: nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+    def add_branch(
+        self, x: Tensor, norm: nn.Module, scale: Tensor | None, branch: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         if self.pre_norm:
-            return x + F.dropout(branch(norm(x)), self.dropout, self.training)
+            out = F.dropout(branch(norm(x)), self.dropout, self.training)
+            return x + (out if scale is None else scale * out)
         return norm(x + F.dropout(branch(x), self.dropout, self.training))
 
 
@@ -182,13 +189,71 @@ class Stack(nn.Module):
         memory: Tensor | None = None,
         memory_layout: Layout | None = None,
         cache: Cache | None = None,
+        depth: Depth | None = None,
     ) -> Tensor:
         rotary = None if self.rope is None else rotary_angles(positions, *self.rope)
-        for i, block in enumerate(self.blocks):
+        for i, share in self.shares(depth).items():
             past = cache.layers[i] if cache is not None else None
             cross_past = cache.cross[i] if cache is not None and cache.cross else None
-            x = block(x, layout, rotary, memory, memory_layout, past, cross_past)
+            x = self.blocks[i](x, layout, rotary, memory, memory_layout, past, cross_past, share)
         return self.norm(x)
+
+    def shares(self, depth: Depth | None) -> dict[int, Share]:
+        """Of the blocks that work on a batch, by their number; all others leave the stream as it is."""
+        return dict.fromkeys(range(len(self.blocks)), EVERYTHING) if depth is None else depth.shares()
+
+
+class _Take(torch.autograd.Function):
+    """Some tokens of x [T, C], and x for `_Put` to put others in their place: in the backward pass too, the gradient of
+    these tokens takes the place of what came for them, so nothing is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens)
+        return x.index_select(0, tokens), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dpart: Tensor, dx: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        return dx.index_copy(0, tokens, dpart), None
+
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, out: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return x.index_copy(0, tokens, out)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, Tensor]:
+        (tokens,) = ctx.saved_tensors
+        return dx, None, dx.index_select(0, tokens)
+
+
+BlockInputs = tuple[Tensor, Layout, Rotary | None, Tensor | None, Layout | None]
+
+
+def take(
+    share: Share, x: Tensor, layout: Layout, rotary: Rotary | None, memory: Tensor | None, memory_layout: Layout | None
+) -> tuple[Callable[[Tensor], Tensor], BlockInputs]:
+    """What makes the stream [T, C] of a block's output, and the block's part of its inputs."""
+    subset, seen, stream = share.part.subset, share.part.memory, x
+    if subset is not None:
+        x, stream = _Take.apply(x, subset.tokens)  # type: ignore[no-untyped-call]
+        layout = subset.layout
+        if rotary is not None:
+            rotary = Rotary(rotary.cos.index_select(0, subset.tokens), rotary.sin.index_select(0, subset.tokens))
+    if seen is not None and memory is not None:
+        memory, memory_layout = memory.index_select(0, seen.tokens), seen.layout
+
+    def put(out: Tensor) -> Tensor:
+        if share.whole and share.scale is not None:
+            out = x + share.scale * (out - x)
+        if subset is None:
+            return out
+        return _Put.apply(stream, subset.tokens, out)  # type: ignore[no-untyped-call]
+
+    return put, (x, layout, rotary, memory, memory_layout)
 
 
 class Embedding(nn.Module):
@@ -304,7 +369,8 @@ class Decoder(Writer):
 
     def features(self, batch: Batch) -> Tensor:
         inputs = _given(batch.inputs)
-        return self.decoder(self.embedding(inputs), inputs.positions, inputs.layout)
+        depth = batch.depths.get("decoder")
+        return self.decoder(self.embedding(inputs), inputs.positions, inputs.layout, depth=depth)
 
     def start(self) -> Cache:
         return Cache([LayerCache() for _ in self.decoder.blocks])
@@ -319,7 +385,8 @@ class Encoder(Model):
 
     def features(self, batch: Batch) -> Tensor:
         inputs = _given(batch.inputs)
-        x = self.encoder(self.embedding(inputs), inputs.positions, inputs.layout)
+        depth = batch.depths.get("encoder")
+        x = self.encoder(self.embedding(inputs), inputs.positions, inputs.layout, depth=depth)
         if isinstance(self.head, ClassHead):
             return x[inputs.layout.offsets[:-1].clamp(max=x.shape[0] - 1)]  # an empty sequence has no token of its own
         return x if batch.label_at is None else x[batch.label_at]
@@ -352,13 +419,13 @@ class EncoderDecoder(Writer):
             return self.embedding(inputs)
         return self.target_embedding(inputs, self.embedding.table)
 
-    def encode(self, source: Sequences) -> Tensor:
-        return self.encoder(self.embedding(source), source.positions, source.layout)
+    def encode(self, source: Sequences, depth: Depth | None = None) -> Tensor:
+        return self.encoder(self.embedding(source), source.positions, source.layout, depth=depth)
 
     def features(self, batch: Batch) -> Tensor:
         source, target = _given(batch.source), _given(batch.inputs)
-        memory = self.encode(source)
-        return self.decoder(self.embed(target), target.positions, target.layout, memory, source.layout)
+        memory, depth = self.encode(source, batch.depths.get("encoder")), batch.depths.get("decoder")
+        return self.decoder(self.embed(target), target.positions, target.layout, memory, source.layout, depth=depth)
 
     def start(self, source: Sequences, copies: int = 1) -> Cache:
         """A cache for decoding `copies` continuations of each source (a dense layout), side by side."""
@@ -404,7 +471,8 @@ class VisionTransformer(Model):
         x = self.embedding(_given(batch.pixels))
         rows, tokens = x.shape[:2]
         positions = torch.arange(tokens, device=x.device).repeat(rows)
-        x = self.encoder(x.flatten(0, 1), positions, dense_layout(rows, tokens, device=x.device))
+        layout, depth = dense_layout(rows, tokens, device=x.device), batch.depths.get("encoder")
+        x = self.encoder(x.flatten(0, 1), positions, layout, depth=depth)
         return x.view(rows, tokens, -1)[:, 0]
 
 

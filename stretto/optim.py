@@ -161,7 +161,7 @@ class FlatAdamW(torch.optim.Optimizer):
         grads = [p.grad for p in self._params]
         types = [old if grad is None else grad.dtype for grad, old in zip(grads, self._grad_types, strict=True)]
         present = [grad is not None for grad in grads]
-        assert not self._recording or (types == self._grad_types and present == self._present), "a step like the others"
+        assert not self._recording or types == self._grad_types, "a step like the others"
         if types != self._grad_types:
             self._grad_types = types
             self._launches = self._plan()
@@ -172,7 +172,11 @@ class FlatAdamW(torch.optim.Optimizer):
             )
         if present != self._present:
             self._present = present
-            upload(torch.tensor(present, dtype=torch.float32, device="cpu"), self._active)
+            if not self._recording:
+                self._upload_present()
+
+    def _upload_present(self) -> None:
+        upload(torch.tensor(self._present, dtype=torch.float32, device="cpu"), self._active)
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
@@ -214,13 +218,17 @@ class FlatAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor | None]]:
-        """Around the recording of a step as a CUDA graph; gives what has to live as long as the graph."""
-        self._recording = True
+        """Around the recording of a step as a CUDA graph; gives what has to live as long as the graph: where weights
+        and gradients are, and which parameters have one in it. Both are filled in afterwards, since nothing may be
+        uploaded meanwhile."""
+        usual = self._active, self._present
+        self._active, self._recording = torch.empty_like(self._active), True
         try:
             with ExitStack() as stack:
-                yield [stack.enter_context(launch.recording()) for _, launch in self._launches]
+                yield [self._active, *(stack.enter_context(launch.recording()) for _, launch in self._launches)]
+                self._upload_present()
         finally:
-            self._recording = False
+            (self._active, self._present), self._recording = usual, False
 
     def _decide(self) -> Tensor:
         """Whether the update is applied: a boolean on the device."""

@@ -18,6 +18,7 @@ from stretto.model import Model
 from stretto.optim import FlatAdamW, clip_gradients
 from stretto.parallel.data import StaticGradients, gradient_sync, replicate
 from stretto.runtime import Runtime, seed_all
+from stretto.techniques.layer_drop import LayerDrop
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIMED = 4  # the step after a start that tells whether the host is what steps wait for: kernels are compiled by then
@@ -37,6 +38,7 @@ class Trainable:
     device: torch.device
     clip: float
     seed: int
+    layer_drop: LayerDrop | None = None  # what leaves blocks out
     may_record: bool = False  # steps are replayed from CUDA graphs, or may be: batches then come in few shapes
     gradients: StaticGradients | None = None  # None: as autograd makes them
     recorders: Recorders | None = None  # of CUDA graphs; None: every kernel is launched by the host
@@ -65,6 +67,8 @@ def run_step(parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels:
     Returns this process's summed loss and the global gradient norm, both still on the device.
     """
     static, recorders = parts.gradients, parts.recorders
+    if recorders is not None:
+        recorders.prepare_for(batches[0][1])
     # Wrappers average gradients over the processes, and the sum is wanted; static ones are summed.
     parts.factor.fill_((world if static is None else 1) / max(num_labels, 1))
     if recorders is not None and static is None:
@@ -121,6 +125,15 @@ class Recorders:
         self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, memory)
         self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, memory)
         self.update = Recorder(lambda: (update(parts),), optimizer.recording, memory)
+        self.theta: float | None = None
+
+    def prepare_for(self, batch: Batch) -> None:
+        """Another theta: the patterns of blocks that worked under the last one do not come again."""
+        theta = next((depth.theta for depth in batch.depths.values()), None)
+        if theta != self.theta:
+            self.theta = theta
+            self.step.forget()
+            self.learn.forget()
 
 
 class GraphChoice:

@@ -13,7 +13,7 @@ import torch
 from stretto import checkpoint, parallel, runtime, techniques
 from stretto.batch import Batch
 from stretto.buckets import to_bucket
-from stretto.config import Config
+from stretto.config import Config, LayerDropConfig
 from stretto.data import Data, open_data
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
@@ -21,13 +21,14 @@ from stretto.evaluate import evaluate
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.guard import Guard
 from stretto.hf.folder import load_weights
-from stretto.model import build_model, sites
+from stretto.model import Model, build_model, sites
 from stretto.optim import build_optimizer, learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
-from stretto.parallel.data import StaticGradients, will_shard
+from stretto.parallel.data import PresentGradients, StaticGradients, will_shard
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.step import PRECISIONS, GraphChoice, Recorders, Trainable, resolve_precision, run_step
+from stretto.techniques.layer_drop import LayerDrop
 from stretto.trained import save_run
 from stretto.weights import initialise
 
@@ -88,16 +89,22 @@ def build(config: Config, rt: Runtime) -> Trainable:
     model.to_empty(device=rt.device)
     optimizer = build_optimizer(model, config.optim, config.techniques.fused, config.run.seed)
     initialise(model, config.model, config.run.seed, weight_writer(optimizer))
+    drop = config.techniques.layer_drop
     if config.train.compile:
         # One graph for the whole model; or one for each block, the same for all, where nothing is left to fuse between
-        # blocks or each block's weights are gathered on their own. The function is compiled, not the call: hooks,
-        # which gather those weights, stay outside.
-        by_block = sharded or config.techniques.fused is not None
+        # blocks, not all of them work, or each block's weights are gathered on their own. The function is compiled, not
+        # the call: hooks, which gather those weights, stay outside.
+        by_block = sharded or config.techniques.fused is not None or drop is not None
         torch._dynamo.config.recompile_limit = 64  # kinds of blocks, training or not, first and later shapes
         for module in [model.get_submodule(name) for name in roles["block"]] if by_block else [model]:
             module.forward = torch.compile(module.forward)
+    gradients: StaticGradients | None = None
+    if may_record and max(rt.world, config.train.micro_batches) > 1:
+        gradients = StaticGradients(model)
+    elif drop is not None and drop.gate == "batch" and rt.world > 1 and not sharded:
+        gradients = PresentGradients(model)
     parts = Trainable(
-        model=model if sharded or may_record else parallel.replicate(model),
+        model=model if sharded or may_record or gradients is not None else parallel.replicate(model),
         plain=model,
         optimizer=optimizer,
         guard=Guard("fp16" if precision == "fp16" else config.train.non_finite, rt.device),
@@ -106,12 +113,18 @@ def build(config: Config, rt: Runtime) -> Trainable:
         device=rt.device,
         clip=config.optim.clip,
         seed=config.run.seed,
+        layer_drop=None if drop is None else _build_layer_drop(drop, config, model, roles["stack"]),
         may_record=may_record,
-        gradients=StaticGradients(model) if may_record and max(rt.world, config.train.micro_batches) > 1 else None,
+        gradients=gradients,
     )
     if graphs == "on":
         parts.recorders = Recorders(parts)
     return parts
+
+
+def _build_layer_drop(cfg: LayerDropConfig, config: Config, model: Model, stacks: list[str]) -> LayerDrop:
+    num_blocks = {name: len(model.get_submodule(name).blocks) for name in stacks}  # type: ignore[arg-type]
+    return LayerDrop(cfg, num_blocks, config.run.seed, config.train.steps, tokens_per_sample(config.model))
 
 
 def run_loop(run: Run, report: Report) -> None:
@@ -122,7 +135,11 @@ def run_loop(run: Run, report: Report) -> None:
     def batches_of(step: int) -> list[tuple[int, Batch]]:
         mine = range(step * cfg.micro_batches + rt.rank, (step + 1) * cfg.micro_batches, rt.world)
         batches = [(i, run.data.train_batch(i)) for i in mine]
-        return [(i, (to_bucket(batch) if parts.may_record else batch).to(rt.device)) for i, batch in batches]
+        if parts.may_record:
+            batches = [(i, to_bucket(batch)) for i, batch in batches]
+        if parts.layer_drop is not None:
+            batches = [(i, parts.layer_drop(batch, step, i)) for i, batch in batches]
+        return [(i, batch.to(rt.device)) for i, batch in batches]
 
     for step, batches in prefetch(batches_of, first, total):
         # The one message between hosts per step: what was read, and whether anyone was asked to stop.
@@ -220,6 +237,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "data": {key: value for key, value in asdict(config.data).items() if key not in places},
         "run": {"seed": config.run.seed},
         "train": {"micro_batches": config.train.micro_batches},
+        "techniques": {"layer_drop": asdict(config)["techniques"]["layer_drop"]},
         "content": {"data.train": run.data.fingerprint, "num_train": run.data.num_train},
     }
 
@@ -262,6 +280,8 @@ def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
 
 def _find_obstacles(config: Config, rt: Runtime, precision: str) -> list[str]:
     """Why steps cannot be replayed from CUDA graphs."""
+    drop = config.techniques.layer_drop
+    by_step = drop is not None and drop.gate == "batch"
     obstacles = {
         "they need a GPU": rt.device.type != "cuda",
         "they need [techniques.fused], whose optimizer keeps all it needs on the device": not config.techniques.fused,
@@ -269,6 +289,11 @@ def _find_obstacles(config: Config, rt: Runtime, precision: str) -> list[str]:
             config.parallel
         ),
         "fp16 adjusts its loss scale on the host: set train.precision to 'bf16'": precision == "fp16",
+        "techniques.layer_drop.sampling = 'bernoulli' has too many patterns to record: set it to 'systematic'": (
+            drop is not None and by_step and drop.sampling == "bernoulli"
+        ),
+        "techniques.layer_drop leaves blocks without gradients, which several micro-batches or processes would have to"
+        " keep in place: set its gate to 'sample'": by_step and max(rt.world, config.train.micro_batches) > 1,
     }
     return [reason for reason, holds in obstacles.items() if holds]
 
@@ -288,7 +313,7 @@ def _due(every: int, run: Run) -> bool:
 def _count(config: Config, batches: list[tuple[int, Batch]]) -> list[int]:
     """Labels, tokens, slots, how many of them are padding, and floating-point operations of these micro-batches."""
     counts, unit = [batch.counts for _, batch in batches], tokens_per_sample(config.model)
-    flops = sum(training_flops(config.model, c) for c in counts)
+    flops = sum(training_flops(config.model, batch.counts, batch.depths) for _, batch in batches)
     return [
         sum(c.labels for c in counts),
         sum(c.tokens for c in counts) * unit,

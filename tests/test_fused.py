@@ -324,9 +324,10 @@ def _wrap(patch: pytest.MonkeyPatch, name: str, change: Callable[[Any], Any]) ->
     patch.setattr(stretto.layers, name, lambda *args, **kw: change(right(*args, **kw)))
 
 
-def _shifted_memory(self: Any, memory: Tensor) -> list[Any]:
-    pairs = [block.cross.kv(memory).unflatten(1, (2, -1, block.cross.head_size)).unbind(1) for block in self.blocks]
-    return [*pairs[1:], pairs[0]]
+def _shifted_memory(self: Any, memory: Tensor, shares: dict[int, Any]) -> dict[int, Any]:
+    layers = [self.blocks[i].cross for i in shares]
+    pairs = [at.kv(memory).unflatten(1, (2, -1, at.head_size)).unbind(1) for at in layers]
+    return dict(zip(shares, [*pairs[1:], pairs[0]], strict=True))
 
 
 @pytest.mark.parametrize("bug", PLANTED)

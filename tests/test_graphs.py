@@ -134,6 +134,21 @@ def test_ragged_batches_train_bit_for_bit_as_in_the_same_buckets_without(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["batch", "sample"])
+@pytest.mark.parametrize("scale", ["branch", "update"])
+def test_leaving_out_blocks_trains_bit_for_bit_as_without(
+    run: Run, replays: list[object], gate: str, scale: str
+) -> None:
+    """Through all levels of theta, and then some steps at the lowest."""
+    drop = {"gate": gate, "scale": scale, "theta": 0.3, "gamma": 0.05}
+    extra: dict[str, Any] = {"techniques__layer_drop": drop, "model__layers": 6, "train__steps": 120}
+    off = run("off", **extra)
+    assert not replays
+    assert_equal(off, run("on", **extra, train__graphs="on"))
+    assert len(replays) > 40 and len(set(replays)) > 5
+
+
+@pytest.mark.gpu
 def test_there_are_only_so_many_graphs(
     run: Run, replays: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +269,18 @@ def test_the_log_says_why_not_but_not_on_a_cpu(
     assert explain(make_config(techniques__fused={}), gpu, "bf16") == []
     (line,) = explain(make_config(techniques__fused={}, parallel__data="shard"), gpu, "bf16")
     assert "shard" in line
+
+
+def test_blocks_that_are_left_out_may_stand_in_the_way(make_config: MakeConfig) -> None:
+    gpu = Runtime(torch.device("cuda"))
+
+    def explain(micro_batches: int = 1, **drop: Any) -> str:
+        changes = {"techniques__layer_drop": drop, "train__micro_batches": micro_batches}
+        return "".join(stretto.train._explain_graphs(make_config(techniques__fused={}, **changes), gpu, "bf16"))
+
+    assert explain() == explain(gate="sample", sampling="bernoulli") == explain(2, gate="sample") == ""
+    assert "too many patterns to record: set it to 'systematic'" in explain(sampling="bernoulli")
+    assert "set its gate to 'sample'" in explain(2)
 
 
 def test_the_setting_is_a_word(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -384,3 +384,23 @@ def test_a_closure_is_called() -> None:
 
     assert optimizer.step(closure) == 3.0
     assert torch.allclose(parameter, torch.tensor(0.9, device=DEVICE))
+
+
+def test_a_recorded_step_has_its_own_list_of_gradients() -> None:
+    """Steps that leave out other parameters are recorded one after the other, and between steps that are not."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = FlatAdamW(params)
+
+    def step(*present: int) -> None:
+        for i, p in enumerate(params):
+            p.grad = torch.ones(3) if i in present else None
+        optimizer.clip(1.0)
+        optimizer.step()
+
+    step(0, 1)
+    with optimizer.recording() as kept:
+        optimizer._active.copy_(torch.tensor([0.0, 1.0, 1.0]))  # what a replay would find
+        step(1, 2)
+    assert kept[0] is not None and kept[0].tolist() == [0, 1, 1] and optimizer._active.tolist() == [1, 1, 0]
+    step(0, 1)
+    assert [int(optimizer.state[p]["step"]) for p in params] == [2, 3, 1]

@@ -61,15 +61,20 @@ def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torc
     # Plain parameters are born in that type; the fused technique has its own way to keep them.
     with _default_dtype(weights if config.techniques.fused is None else torch.float32):
         parts = train.build(config, rt)
-    batches = [form(draw, config).to(rt.device) for draw in draws]
+    forms = [form(draw, config) for draw in draws]
+    batches = [batch.to(rt.device) for batch in forms]
 
     def step(i: int) -> Tensor:
         batch = batches[i % len(batches)]
+        if parts.layer_drop is not None:  # other blocks in every step
+            batch = parts.layer_drop(forms[i % len(batches)], i, i).to(rt.device)
         loss_sum, _ = run_step(parts, [(i, batch)], batch.counts.labels, rt.world)
         return loss_sum / batch.counts.labels
 
     records = parts.recorders is not None
     passes = graphs.TIMES + 2 if records else 3  # each batch may have a shape of its own
+    if records and parts.layer_drop is not None:
+        passes *= 1 + max(parts.layer_drop.num_blocks.values())  # and each pattern of blocks a graph
     return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad], passes, records)
 
 

@@ -3,7 +3,8 @@
 `shard` splits weights, gradients and moments over the processes and gathers each block just before it is used (FSDP2).
 `replicate` keeps a whole copy of the model in each process (DistributedDataParallel). With one process both leave the
 model as it is. `StaticGradients` do what `replicate` does, for a model that stays bare: gradients are summed when the
-backward passes are done, so that these passes can be recorded as CUDA graphs.
+backward passes are done, so that these passes can be recorded as CUDA graphs. `PresentGradients` do so for a model of
+which every step uses a part: what has no gradient is not sent, and stays without.
 """
 
 from __future__ import annotations
@@ -105,3 +106,17 @@ class StaticGradients:
         for p in self.parameters:
             p.grad = None
         self.flats = []
+
+
+class PresentGradients(StaticGradients):
+    """Gradients of the parameters that a step has used, the same ones in all processes, gathered when it is over."""
+
+    def settle(self) -> None:
+        """They stay where autograd has made them until they are summed."""
+
+    def sum_over_processes(self) -> None:
+        super().settle()
+        super().sum_over_processes()
+
+    def zero(self) -> None:
+        self.release()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,13 @@ from stretto.config import build_config
 from stretto.errors import StrettoError
 from stretto.train import train
 
+FORMS = ("into_tensor", "tensor", "single")
+
 
 def run_job(tree: dict[str, Any], resume: bool, stop_after: int) -> dict[str, Any]:
     samples: dict[int, list[tuple[int, ...]]] = {}
+    blocks: dict[int, list[list[int]]] = {}  # that work on a micro-batch, where some do not
+    sent: list[int] = []  # elements of the messages of each step
     run_step = stretto.step.run_step
     steps = 0
 
@@ -31,7 +37,11 @@ def run_job(tree: dict[str, Any], resume: bool, stop_after: int) -> dict[str, An
         nonlocal steps
         steps += 1
         samples.update({index: batch.samples for index, batch in batches})
-        result = run_step(parts, batches, *rest)
+        blocks.update({index: [list(d.parts) for d in batch.depths.values()] for index, batch in batches})
+        with count_messages() as messages:
+            result = run_step(parts, batches, *rest)
+        sent.append(sum(messages))
+        torch.manual_seed(steps * int(os.environ.get("RANK", "0")))  # no choice that all must share comes from here
         if steps == stop_after and os.environ.get("RANK", "0") == "1":
             os.kill(os.getpid(), 15)  # one process alone is told: all must agree
         return result
@@ -44,7 +54,32 @@ def run_job(tree: dict[str, Any], resume: bool, stop_after: int) -> dict[str, An
         code = error.exit_code
     finally:
         stretto.train.run_step = run_step
-    return {"samples": samples, "code": code}
+    return {"samples": samples, "code": code, "blocks": blocks, "sent": sent}
+
+
+@contextmanager
+def count_messages() -> Iterator[list[int]]:
+    """The size of each tensor that is summed, gathered or scattered."""
+    sizes: list[int] = []
+    # FSDP2 calls the ones or the others, by the version of torch.
+    names = ["all_reduce"] + [f"{what}_{how}" for what in ("all_gather", "reduce_scatter") for how in FORMS]
+    known = {name: getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)}
+
+    def count(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            sizes.append(max(tensor.numel() for tensor in tensors))
+            return known[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in known:
+            setattr(torch.distributed, name, count(name))
+        yield sizes
+    finally:
+        for name, function in known.items():
+            setattr(torch.distributed, name, function)
 
 
 def put_off_graphs(until: int) -> None:

@@ -1,0 +1,173 @@
+"""Progressive Layer Dropping (Zhang & He, NeurIPS 2020, arXiv 2010.13369): most steps train a shallower network.
+
+A pre-norm block adds something to the stream. A block that is left out adds nothing, and costs nothing: no forward, no
+backward, no update, no message. What it adds otherwise is multiplied by 1 / p, p the probability that it works, so that
+on average the stream gets what it would have got. With theta the schedule in time, and block l of L, counted from 1:
+
+    decay      theta(t) = (1 - theta) exp(-gamma t) + theta     from 1 down: at first, blocks do different things
+    raptr      theta(t) = theta + (1 - theta) t / T             from below up to 1 (after arXiv 2402.05913)
+    algorithm  p_l(t) = 1 - (l - 1) / L (1 - theta(t))          the first block always works (the paper's algorithm)
+    text       p_l(t) = 1 - l / L (1 - theta(t))                the last block reaches theta(t) (its text)
+
+theta(t) is rounded to one of nine levels, so that a run has few kinds of steps.
+
+`gate = "batch"`: a block works on a step's whole batch, or not at all. All micro-batches of a step share the choice: a
+block that is left out then has no gradient at all and nothing to exchange with other processes, and AdamW passes it
+over (no decay, no step of its moments). "bernoulli" draws each block by itself. "systematic" draws one number u and
+leaves out the blocks at which u + the sum of 1 - p so far passes an integer: the same probabilities, but always as many
+blocks, up to one, and at most L + 1 different patterns for one theta, few enough to keep a CUDA graph of each.
+
+`gate = "sample"`: every block works on a random subset of k = round(N p) of a micro-batch's N sequences, and its scale
+is N / k. Shapes depend on theta alone where sequences are equally long; every parameter is used in every step.
+
+`scale = "branch"` multiplies each branch of a block, as the paper does: right on average for a branch, given its input.
+"update" multiplies the block as a whole, x + (block(x) - x) / p: right on average for the block.
+
+Choices are functions of (seed, step, stack, block), subsets of (seed, number of the micro-batch, stack, block), made on
+the host by a hash: the same in all processes, however many there are, and in a resumed run, without touching any
+generator. They travel with the batch, so what is evaluated, generated or exported runs all blocks as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stretto.batch import Batch, Depth, Layout, Part, Subset, dense_layout
+from stretto.config import LayerDropConfig
+from stretto.model import Model
+
+EXACT = False
+LEVELS = 8  # steps of theta between 1 and its lowest value
+
+
+def check(cfg: LayerDropConfig, model: nn.Module, device: torch.device, precision: str) -> list[str]:
+    assert isinstance(model, Model)
+    if model.cfg.norm_order == "pre":
+        return []
+    return [
+        "a post-norm block (model.norm_order = 'post') normalises the stream itself, so that leaving it out changes the"
+        " scale of all that follows, and training diverges: use model.norm_order = 'pre'"
+    ]
+
+
+def apply(model: nn.Module, cfg: LayerDropConfig, sites: dict[str, list[str]]) -> None:
+    """Nothing to exchange: every stack leaves out the blocks that a batch does not name."""
+
+
+def theta_at(cfg: LayerDropConfig, step: int, total: int) -> float:
+    """Before update number `step`, counted from 0, of `total`."""
+    if cfg.schedule == "constant":
+        return cfg.theta
+    if cfg.schedule == "raptr":
+        return cfg.theta + (1 - cfg.theta) * min(step / total, 1.0)
+    return (1 - cfg.theta) * math.exp(-(cfg.gamma or 100 / total) * step) + cfg.theta
+
+
+def level_at(cfg: LayerDropConfig, step: int, total: int) -> float:
+    """The level next to theta(t)."""
+    if cfg.theta == 1.0:
+        return 1.0
+    size = (1 - cfg.theta) / LEVELS
+    return 1.0 - round((1 - theta_at(cfg, step, total)) / size) * size
+
+
+def keep_probabilities(cfg: LayerDropConfig, theta: float, num_blocks: int) -> list[float]:
+    first = 0 if cfg.index == "algorithm" else 1
+    return [1 - number / num_blocks * (1 - theta) for number in range(first, first + num_blocks)]
+
+
+def choose_systematically(probabilities: Sequence[float], u: float) -> list[bool]:
+    """Which blocks work, for u in [0, 1)."""
+    chosen, position = [], u
+    for p in probabilities:
+        before, position = math.floor(position), position + (1 - p)
+        chosen.append(math.floor(position) == before)
+    return chosen
+
+
+def draw_number(*keys: int | str) -> float:
+    """In [0, 1), a function of the keys."""
+    return (draw_seed(*keys) >> 10) / 2**53
+
+
+def draw_seed(*keys: int | str) -> int:
+    """63 bits."""
+    return int.from_bytes(hashlib.sha256(repr(("layer_drop", *keys)).encode()).digest()[:8], "little") >> 1
+
+
+@dataclass(frozen=True)
+class LayerDrop:
+    """Draws for the batches of a run."""
+
+    cfg: LayerDropConfig
+    num_blocks: dict[str, int]  # by the name of the stack
+    seed: int
+    total: int  # steps of the run
+    image_tokens: int  # that an image becomes
+
+    def __call__(self, batch: Batch, step: int, index: int) -> Batch:
+        """Micro-batch number `index` of the run, on the CPU, with what each block does with it in step `step`."""
+        theta = level_at(self.cfg, step, self.total)
+        if theta == 1.0:
+            return batch
+        depths = {}
+        for stack, size in self.num_blocks.items():
+            probabilities = keep_probabilities(self.cfg, theta, size)
+            if self.cfg.gate == "batch":
+                parts, scales = self.draw_blocks(stack, probabilities, step), [1 / p for p in probabilities]
+                work = float(len(parts))
+            else:
+                parts, scales = self.draw_subsets(stack, probabilities, index, batch)
+                work = sum(1 / scale for scale in scales)
+            depths[stack] = Depth(torch.tensor(scales), parts, self.cfg.scale == "update", theta, work)
+        return replace(batch, depths=depths)
+
+    def draw_blocks(self, stack: str, probabilities: Sequence[float], step: int) -> dict[int, Part]:
+        if self.cfg.sampling == "systematic":
+            chosen = choose_systematically(probabilities, draw_number(self.seed, step, stack))
+        else:
+            chosen = [draw_number(self.seed, step, stack, i) < p for i, p in enumerate(probabilities)]
+        return {i: Part() for i, works in enumerate(chosen) if works}
+
+    def draw_subsets(
+        self, stack: str, probabilities: Sequence[float], index: int, batch: Batch
+    ) -> tuple[dict[int, Part], list[float]]:
+        """The parts, and what they have to be multiplied by."""
+        own, seen = self.find_layouts(batch, stack)
+        real = own.offsets.diff().nonzero().flatten()  # packed batches may end in empty sequences
+        parts, scales = {}, []
+        for i, p in enumerate(probabilities):
+            count = max(1, round(p * len(real)))
+            random = torch.Generator().manual_seed(draw_seed(self.seed, index, stack, i))
+            rows = real[torch.randperm(len(real), generator=random)[:count].sort().values]
+            subset = Part(select(own, rows), None if seen is None else select(seen, rows))
+            parts[i] = subset if count < len(real) else Part()
+            scales.append(max(1.0, len(real) / count))
+        return parts, scales
+
+    def find_layouts(self, batch: Batch, stack: str) -> tuple[Layout, Layout | None]:
+        """Of what the stack reads, and of what its cross attention sees."""
+        if batch.pixels is not None:
+            return dense_layout(len(batch.pixels), self.image_tokens), None
+        assert batch.inputs is not None
+        if batch.source is None:
+            return batch.inputs.layout, None
+        return (batch.source.layout, None) if stack == "encoder" else (batch.inputs.layout, batch.source.layout)
+
+
+def select(layout: Layout, rows: Tensor) -> Subset:
+    """These sequences, in this order."""
+    begins, lengths = layout.offsets[:-1][rows], layout.offsets.diff()[rows]
+    offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    tokens = torch.repeat_interleave(begins - offsets[:-1], lengths) + torch.arange(int(offsets[-1]))
+    if layout.dense:
+        real = None if layout.lengths is None else layout.lengths[rows]
+        return Subset(tokens, dense_layout(len(rows), layout.max_len, real))
+    return Subset(tokens, replace(layout, offsets=offsets))
