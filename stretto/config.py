@@ -208,10 +208,29 @@ class FusedConfig:
 
 
 @dataclass(frozen=True)
+class StandardizeConfig:
+    # Of the loss, a mean over the former norms and over channels; the sum of the paper has this over their number.
+    weight: float = 1.0
+    warmup: int = 100  # steps over which the weight grows from 0; make it that of the learning rate
+    final: float = 1.0  # the share of the weight that is left at the end, reached in a straight line
+    axis: Literal["token", "channel", "layer"] = "token"  # of what mean and variance are taken
+    affine: bool = True  # a learned scale (and shift, where the norm has one) stands where the norm stood; else nothing
+    # Statistics are those of every so many tokens. Odd, so that in sequences of even length no position is left out.
+    stride: int = 7
+    depth_init: bool = True  # residual branches begin smaller by the square root of their number
+
+    def __post_init__(self) -> None:
+        _require_not_negative("techniques.standardize", self, "weight", "warmup")
+        _require_positive("techniques.standardize", self, "stride")
+        _require(0.0 <= self.final <= 1.0, "techniques.standardize.final is a share: it must be between 0 and 1")
+
+
+@dataclass(frozen=True)
 class TechniquesConfig:
     """One subsection per technique; a technique is off unless its subsection is there, as in [techniques.fused]."""
 
     fused: FusedConfig | None = None
+    standardize: StandardizeConfig | None = None
 
 
 @dataclass(frozen=True)

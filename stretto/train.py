@@ -28,6 +28,7 @@ from stretto.parallel.data import StaticGradients, will_shard
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.step import PRECISIONS, GraphChoice, Recorders, Trainable, resolve_precision, run_step
+from stretto.techniques.standardize import find_pressure, weight_at
 from stretto.trained import save_run
 from stretto.weights import initialise
 
@@ -87,7 +88,9 @@ def build(config: Config, rt: Runtime) -> Trainable:
     sharded = parallel.shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[precision])
     model.to_empty(device=rt.device)
     optimizer = build_optimizer(model, config.optim, config.techniques.fused, config.run.seed)
-    initialise(model, config.model, config.run.seed, weight_writer(optimizer))
+    standard = config.techniques.standardize
+    by_depth = standard is not None and standard.depth_init
+    initialise(model, config.model, config.run.seed, weight_writer(optimizer), by_depth)
     if config.train.compile:
         # One graph for the whole model; or one for each block, the same for all, where nothing is left to fuse between
         # blocks or each block's weights are gathered on their own. The function is compiled, not the call: hooks,
@@ -107,6 +110,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
         clip=config.optim.clip,
         seed=config.run.seed,
         may_record=may_record,
+        pressure=find_pressure(model),
         gradients=StaticGradients(model) if may_record and max(rt.world, config.train.micro_batches) > 1 else None,
     )
     if graphs == "on":
@@ -129,6 +133,8 @@ def run_loop(run: Run, report: Report) -> None:
         labels, tokens, slots, padding, flops, stop = rt.sum_over_ranks([*_count(run.config, batches), int(rt.stop)])
         lr = learning_rate(run.config.optim, step, total)
         set_learning_rate(parts.optimizer, lr)
+        if parts.pressure is not None and run.config.techniques.standardize is not None:
+            parts.pressure.weight = weight_at(run.config.techniques.standardize, step, total)
         with choice.watch():
             loss_sum, grad_norm = run_step(parts, batches, labels, rt.world)
         run.step, run.tokens = step + 1, run.tokens + tokens
@@ -220,6 +226,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "data": {key: value for key, value in asdict(config.data).items() if key not in places},
         "run": {"seed": config.run.seed},
         "train": {"micro_batches": config.train.micro_batches},
+        "techniques": {"standardize": asdict(config.techniques)["standardize"]},  # others leave the model as it is
         "content": {"data.train": run.data.fingerprint, "num_train": run.data.num_train},
     }
 

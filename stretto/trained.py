@@ -12,7 +12,8 @@ from stretto import checkpoint
 from stretto.config import Config, dump_config, load_config
 from stretto.data import Tokenizer, load_tokenizer
 from stretto.errors import CheckpointError
-from stretto.model import Model, build_model
+from stretto.model import Model, build_model, sites
+from stretto.techniques import standardize
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ def load_run_config(folder: Path) -> Config:
 def load_trained(folder: Path, device: torch.device, step: int | None = None) -> Trained:
     config = load_run_config(folder)
     step = _find_step(folder / "checkpoints", step)
-    model = build_model(config.model).to_empty(device=device).eval()
+    model = build_model(config.model)
+    if config.techniques.standardize is not None:  # it has changed what the model is
+        standardize.apply(model, config.techniques.standardize, sites(model))
+    model = model.to_empty(device=device).eval()
     checkpoint.restore_weights(model, checkpoint.load(folder / "checkpoints", step, moments=False))
     tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
     labels = tuple(json.loads((folder / "labels.json").read_text(encoding="utf-8")))

@@ -17,7 +17,7 @@ from torch import nn
 from stretto.config import TechniquesConfig
 from stretto.errors import ConfigError
 
-ORDER: tuple[str, ...] = ("fused",)
+ORDER: tuple[str, ...] = ("standardize", "fused")
 
 
 def apply_all(
