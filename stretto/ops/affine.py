@@ -257,9 +257,19 @@ def new_outputs(branch: Tensor | None, residual: Tensor, rows: Tensor | None, ax
     return residual.new_empty(num_rows, cols), residual.new_empty(0 if branch is None else num_rows, cols), stats
 
 
-def fill_stats(stats: Tensor, y: Tensor, rows: Tensor | None, stride: int, axis: str) -> Tensor:
+def fill_stats(
+    stats: Tensor,
+    stream: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    stride: int,
+    axis: str,
+) -> Tensor:
+    """Of y as the backward pass computes it again, which is not rounded."""
     if rows is not None and stats.numel():
-        for part, value in zip(stats, moments_ref(y[::stride], rows[::stride], axis), strict=True):
+        y = affine_ref(stream[::stride], weight, bias)
+        for part, value in zip(stats, moments_ref(y, rows[::stride], axis), strict=True):
             part.copy_(value)
     return stats
 
@@ -298,7 +308,7 @@ def launch_add_affine(
             BLOCK=block,
             num_warps=max(1, block // 1024),
         )
-    return y, stream, fill_stats(stats, y, rows, stride, axis)
+    return y, stream, fill_stats(stats, residual if branch is None else stream, weight, bias, rows, stride, axis)
 
 
 def launch_affine_backward(
@@ -379,7 +389,7 @@ def _add_affine(
     if branch is not None:
         residual = stream.copy_(add_ref(branch, residual, branch_bias, p, key))
     y.copy_(affine_ref(residual, weight, bias))
-    return y, stream, fill_stats(stats, y, rows, stride, axis)
+    return y, stream, fill_stats(stats, residual, weight, bias, rows, stride, axis)
 
 
 _add_affine.register_kernel("cuda")(launch_add_affine)
