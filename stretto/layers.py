@@ -197,6 +197,8 @@ class FusedBlock(Block):
         p, (out, bias) = self.dropout if self.training else 0.0, branch
         if isinstance(norm, Affine):
             return norm.add(out, x, bias, p, key, post=not self.pre_norm)
+        if isinstance(norm, nn.Identity):
+            return add_affine(out, x, bias, None, None, p, key, post=not self.pre_norm)
         return add_norm(out, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
 
     def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
@@ -268,7 +270,8 @@ class FusedLMHead(LMHead):
         if self.transform is not None and self.norm is not None:
             x = linear(x, self.transform.weight)
             x = activate(x, self.transform.bias, self.activation, 0.0, None)
-            x = norm(x, *norm_parts(self.norm)) if not isinstance(self.norm, Affine) else self.norm(x)
+            plain = isinstance(self.norm, nn.Identity | Affine)
+            x = self.norm(x) if plain else norm(x, *norm_parts(self.norm))
         return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
 
 

@@ -19,6 +19,7 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,9 @@ from torch import Tensor, nn
 
 from stretto.batch import IGNORE, Layout
 from stretto.config import StandardizeConfig
+from stretto.errors import CheckpointError
 from stretto.layers import Affine, Pressure
+from stretto.model import ClassHead, EncoderDecoder, LMHead, Model, Stack, build_model
 from stretto.ops.language import triton
 
 EXACT = False
@@ -41,9 +44,12 @@ TOKENS: dict[str, Find] = {
 
 
 def check(cfg: StandardizeConfig, model: nn.Module, device: torch.device, precision: str) -> list[str]:
+    reasons = []
     if device.type == "cuda" and triton is None:
-        return ["its kernels need Triton: pip install triton"]
-    return []
+        reasons.append("its kernels need Triton: pip install triton")
+    if not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in model.modules()):
+        reasons.append("model.norm = 'none' leaves it nothing to replace: set it to 'layernorm' or 'rmsnorm'")
+    return reasons
 
 
 def apply(model: nn.Module, cfg: StandardizeConfig, sites: dict[str, list[str]]) -> None:
@@ -88,3 +94,93 @@ def _note_labels(model: nn.Module, args: tuple[Any, ...]) -> None:
     (batch,) = args
     for site in _sites_of(model.get_submodule("head")):
         site.rows = site.pressure.weigh(batch.labels != IGNORE) if model.training else None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What x is in terms of what the folded model has in its place: x = gain * z + shift, both [C], in fp64."""
+
+    gain: Tensor
+    shift: Tensor
+
+    def then(self, site: nn.Module) -> Scaling:
+        if not isinstance(site, Affine) or site.weight is None:
+            return self
+        gain, shift = site.weight.detach().double(), 0.0 if site.bias is None else site.bias.detach().double()
+        return Scaling(gain * self.gain, gain * self.shift + shift)
+
+
+@torch.no_grad()
+def fold(model: Model) -> Model:
+    """The same function without norms or affines: each is moved into the linear layer behind it.
+
+    Where an affine stands in the residual stream itself (post-norm, or behind the embedding), the folded stream goes on
+    without it, and branches give back what they add divided by all gains so far. An output layer that shares the token
+    embedding gets a table of its own, since it is scaled and the embedding is not.
+    """
+    cfg = model.cfg
+    state = {name: value.detach().double() for name, value in model.state_dict().items()}
+    one = torch.ones(cfg.width, dtype=torch.float64)
+    start = Scaling(one, torch.zeros_like(one))
+    sides = [name for name in ("encoder", "decoder") if hasattr(model, name)]
+    out = start
+    for side in sides:
+        table = model.embedding
+        if side == "decoder" and isinstance(model, EncoderDecoder) and model.target_embedding is not None:
+            table = model.target_embedding
+        stream = start.then(getattr(table, "norm", nn.Identity()))
+        out = _fold_stack(state, side, model.get_submodule(side), stream, memory=out)
+    folded = replace(cfg, norm="none")
+    head = model.head
+    if isinstance(head, LMHead):
+        if head.transform is not None and head.norm is not None:
+            _fold_into(state, "head.transform", out)
+            out = start.then(head.norm)
+        folded = replace(
+            folded, tied=False, head_bias=cfg.kind != "encoder" and (cfg.head_bias or bool(out.shift.any()))
+        )
+        state.setdefault("head.weight", state["embedding.token.weight"].clone())
+        if head.bias is None and folded.head_bias:
+            state["head.bias"] = torch.zeros(cfg.vocab, dtype=torch.float64)
+        _fold_into(state, "head", out)
+    else:
+        _fold_into(state, "head.pooler" if isinstance(head, ClassHead) else "head", out)
+    plain = build_model(folded).to_empty(device="cpu").eval()
+    plain.load_state_dict({name: state[name].float() for name in plain.state_dict()})
+    return plain
+
+
+def _fold_stack(state: dict[str, Tensor], name: str, stack: nn.Module, stream: Scaling, memory: Scaling) -> Scaling:
+    """Returns what the result of the stack is in terms of that of the folded one."""
+    assert isinstance(stack, Stack)
+    for i in range(len(stack.blocks)):
+        block: Any = stack.blocks[i]
+        at = f"{name}.blocks.{i}"
+        branches = [("attention.qkv", "attention.out", block.attention_norm), ("mlp.up", "mlp.down", block.mlp_norm)]
+        if block.cross is not None:
+            branches.insert(1, ("cross.q", "cross.out", block.cross_norm))
+            _fold_into(state, f"{at}.cross.kv", memory)
+        for first, last, site in branches:
+            _fold_into(state, f"{at}.{first}", stream.then(site) if block.pre_norm else stream)
+            _fold_out_of(state, f"{at}.{last}", stream)
+            stream = stream if block.pre_norm else stream.then(site)
+    return stream.then(stack.norm)
+
+
+def _fold_into(state: dict[str, Tensor], linear: str, x: Scaling) -> None:
+    """W (gain z + shift) + b"""
+    weight = state[f"{linear}.weight"]
+    if bool(x.shift.any()):
+        state[f"{linear}.bias"] = state[f"{linear}.bias"] + weight @ x.shift
+    state[f"{linear}.weight"] = weight * x.gain
+
+
+def _fold_out_of(state: dict[str, Tensor], linear: str, x: Scaling) -> None:
+    """What is added to z is what would be added to x over the gain."""
+    if bool((x.gain == 0).any()):
+        raise CheckpointError(
+            f"{linear} adds to channels that a learned scale of exactly 0 switches off: they do not fold"
+        )
+    for leaf in ("weight", "bias"):
+        if f"{linear}.{leaf}" in state:
+            state[f"{linear}.{leaf}"] = (state[f"{linear}.{leaf}"].T / x.gain).T

@@ -120,9 +120,11 @@ def test_the_pull_alone_standardises_a_linear_layer() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "p"), [((1, 3), 0.3), ((7, 257), 0.3), ((5, 1100), 0.0), ((0, 8), 0.3)])
+@pytest.mark.parametrize(("shape", "p"), [((1, 33), 0.3), ((7, 257), 0.3), ((5, 1100), 0.0), ((0, 8), 0.3)])
 @pytest.mark.parametrize("axis", [*AXES, None])
 def test_parity(axis: str | None, shape: tuple[int, int], p: float, dtype: torch.dtype) -> None:
+    if family.INTERPRET and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter rounds to bf16 towards zero, which shifts all sums one way")
     if shape[0] and axis in ("channel", "layer"):
         shape = (
             6 * shape[0] + 20,

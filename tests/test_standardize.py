@@ -1,0 +1,317 @@
+"""Models whose norms gave way to affines and a loss: what is pulled, what is not, and that nothing is left in the end."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute_later
+
+from stretto import checkpoint
+from stretto.batch import Batch, find_real
+from stretto.buckets import to_bucket
+from stretto.cli import app
+from stretto.config import Config, FusedConfig, ModelConfig, StandardizeConfig, TechniquesConfig, build_config
+from stretto.data import open_data
+from stretto.errors import CheckpointError, ConfigError
+from stretto.evaluate import measure
+from stretto.layers import Affine
+from stretto.model import Model, build_model, sites
+from stretto.ops.affine import AXES, standardization_loss
+from stretto.optim import learning_rate, set_learning_rate
+from stretto.report import read_events
+from stretto.runtime import Runtime
+from stretto.step import run_step
+from stretto.techniques import apply_all
+from stretto.techniques.standardize import find_pressure, fold, weight_at
+from stretto.train import build as build_parts
+from stretto.train import complete, train
+from stretto.trained import load_trained
+from stretto.weights import BRANCH_ENDS, put
+from tests.conftest import MakeConfig, materialise
+from tests.test_fused import KINDS, make_batch
+from tests.test_model import collate
+
+CPU = torch.device("cpu")
+FACTOR = 0.3
+COARSE = StandardizeConfig(stride=3)
+
+
+def build(
+    cfg: ModelConfig, how: StandardizeConfig = COARSE, fused: bool = False, dtype: torch.dtype = torch.float64
+) -> Model:
+    """With affines that do something, and a loss of weight FACTOR per site."""
+    model = build_model(cfg)
+    chosen = TechniquesConfig(fused=FusedConfig() if fused else None, standardize=how)
+    apply_all(model, chosen, sites(model), CPU, "fp32")
+    materialise(model, cfg, 0, CPU)
+    for i, p in enumerate(model.parameters()):
+        p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)), alpha=0.1)
+    press(model, FACTOR, dtype)
+    return model.to(dtype).train()
+
+
+def press(model: Model, factor: float | None, dtype: torch.dtype = torch.float64) -> None:
+    pressure = find_pressure(model)
+    assert pressure is not None
+    pressure.factor = None if factor is None else torch.tensor(factor, dtype=dtype)
+
+
+def batch_for(cfg: ModelConfig, form: str = "packed", dtype: torch.dtype = torch.float64) -> Batch:
+    batch = make_batch(cfg, form).to(CPU)
+    return batch if batch.pixels is None else replace(batch, pixels=batch.pixels.to(dtype))
+
+
+def gradients(model: Model, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], atol: float = 1e-6) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value, atol=atol, rtol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def by_autograd(model: Model, batch: Batch, axis: str) -> dict[str, Tensor]:
+    """The loss as a term, as the paper has it."""
+    terms: list[Tensor] = []
+
+    def note(site: nn.Module, args: Any, y: Tensor) -> None:
+        assert isinstance(site, Affine) and site.rows is not None
+        terms.append(standardization_loss(y, site.rows.to(y.dtype), axis))
+
+    hooks = [site.register_forward_hook(note) for site in model.modules() if isinstance(site, Affine)]
+    press(model, None)
+    loss = model(batch)
+    assert len(terms) >= len(hooks)  # an embedding that both sides share is two sites
+    found = gradients(model, loss + FACTOR * torch.stack(terms).sum())
+    for hook in hooks:
+        hook.remove()
+    press(model, FACTOR)
+    return found
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_those_of_the_loss_as_a_term(name: str, axis: str) -> None:
+    """On every kind of model, plain and with `fused`."""
+    cfg, how = KINDS[name], replace(COARSE, axis=axis)
+    batch, model = batch_for(cfg), build(cfg, how)
+    wanted = by_autograd(model, batch, axis)
+    assert_equal(gradients(model, model(batch)), wanted)
+    fused = build(cfg, how, fused=True)
+    assert_equal(gradients(fused, fused(batch)), wanted)
+    press(model, 0.0)
+    free = gradients(model, model(batch))
+    assert max(float((free[key] - wanted[key]).abs().max()) for key in wanted) > 1e-3
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "vit"])
+def test_padding_and_filler_do_not_count(name: str, fused: bool) -> None:
+    """With a stride of 1 the tokens that count are the same in all forms."""
+    cfg, how = KINDS[name], replace(COARSE, stride=1)
+    model = build(cfg, how, fused)
+    packed = batch_for(cfg)
+    wanted = gradients(model, model(packed))
+    if not cfg.classes:  # filler is for language models
+        filled = to_bucket(packed)
+        assert filled.inputs is not None and packed.inputs is not None
+        assert len(filled.inputs.ids) > len(packed.inputs.ids)
+        assert int(find_real(filled.inputs.layout, len(filled.inputs.ids)).sum()) == len(packed.inputs.ids)
+        assert_equal(gradients(model, model(filled)), wanted)
+    padded = batch_for(cfg, "padded")
+    assert_equal(gradients(model, model(padded)), wanted)
+    layout = padded.inputs.layout if padded.inputs is not None else None
+    assert layout is not None and layout.lengths is not None
+    blind = replace(padded, inputs=replace(padded.inputs, layout=replace(layout, lengths=None)))
+    found = gradients(model, model(blind))
+    assert max(float((found[key] - wanted[key]).abs().max()) for key in wanted) > 1e-3
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_evaluation_knows_nothing_of_it(fused: bool) -> None:
+    cfg = KINDS["decoder"]
+    model, batch = build(cfg, fused=fused), batch_for(cfg)
+    trained = gradients(model, model(batch))
+    model.eval()
+    pressed = gradients(model, model(batch))
+    press(model, None)
+    assert_equal(pressed, gradients(model, model(batch)), atol=0)
+    assert torch.equal(model.train()(batch), model.eval()(batch))
+    assert any(not torch.equal(trained[key], pressed[key]) for key in pressed)
+
+
+def test_names_are_those_of_norms_and_without_affine_there_are_none() -> None:
+    for cfg in KINDS.values():
+        plain = build_model(cfg)
+        assert build(cfg).state_dict().keys() == plain.state_dict().keys()
+        norms = tuple(f"{name}." for name in sites(plain)["norm"])
+        bare = build(cfg, replace(COARSE, affine=False))
+        assert bare.state_dict().keys() == {key for key in plain.state_dict() if not key.startswith(norms)}
+        assert not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in bare.modules())
+
+
+def test_no_token_sees_the_future_or_another_sequence() -> None:
+    cfg = KINDS["decoder"]
+    model, batch = build(cfg), batch_for(cfg)
+    assert batch.inputs is not None
+    before = model.logits(batch)
+    ids = batch.inputs.ids.clone()
+    ids[5] = (ids[5] + 1) % cfg.vocab
+    after = model.logits(replace(batch, inputs=replace(batch.inputs, ids=ids)))
+    end = int(batch.inputs.layout.offsets[1])
+    same = (before == after).all(1)
+    assert same[:5].all() and not same[5] and same[end:].all()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_recomputed_blocks_are_pulled_once(fused: bool) -> None:
+    cfg = KINDS["decoder"]
+    model, batch = build(cfg, fused=fused), batch_for(cfg)
+    wanted = gradients(model, model(batch))
+    for name in sites(model)["block"]:
+        block = model.get_submodule(name)
+        block.forward = partial(recompute_later, block.forward, use_reentrant=False)
+    assert_equal(gradients(model, model(batch)), wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_compiled(fused: bool) -> None:
+    """As train.build does it: the whole model, or each block. Without a break in it."""
+    cfg = KINDS["decoder"]
+    batches = [batch_for(cfg), make_longer(cfg)]
+    eager, model = (build(cfg, fused=fused, dtype=torch.float32) for _ in range(2))
+    press(eager, FACTOR, torch.float32)
+    press(model, FACTOR, torch.float32)
+    for module in [model.get_submodule(name) for name in sites(model)["block"]] if fused else [model]:
+        module.forward = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
+    for factor in (FACTOR, 2 * FACTOR):
+        for m in (eager, model):
+            pressure = find_pressure(m)
+            assert pressure is not None and pressure.factor is not None
+            pressure.factor.fill_(factor)
+        for batch in batches:
+            assert_equal(gradients(model, model(batch)), gradients(eager, eager(batch)), atol=1e-5)
+
+
+def make_longer(cfg: ModelConfig) -> Batch:
+    from tests.test_model import Sample
+
+    return collate(cfg, [Sample.draw(11, 3, seed=5), Sample.draw(9, 2, seed=6)])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_folding_is_exact_and_leaves_no_norm(name: str, affine: bool) -> None:
+    cfg = KINDS[name]
+    model = build(cfg, StandardizeConfig(affine=affine), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for site in model.modules():
+            if isinstance(site, Affine) and site.weight is not None:
+                site.weight.mul_(1.7)
+    folded = fold(model)
+    kinds = (nn.LayerNorm, nn.RMSNorm, Affine)
+    assert not any(isinstance(module, kinds) for module in folded.modules())
+    for form in ("packed", "padded"):
+        batch = batch_for(cfg, form, torch.float32)
+        with torch.no_grad():
+            found, wanted = folded.logits(batch).double(), model.logits(batch).double()
+            exact = model.double().logits(batch_for(cfg, form))
+            model.float()
+        size = exact.abs().max()
+        assert float((found - exact).abs().max()) < max(1e-6 * size, 3 * float((wanted - exact).abs().max()))
+        assert float((found - wanted).abs().max() / size) < 2e-6
+
+
+def test_a_channel_that_is_switched_off_in_the_stream_does_not_fold() -> None:
+    model = build(KINDS["encoder"])
+    site = model.get_submodule("embedding.norm")
+    assert isinstance(site, Affine) and site.weight is not None
+    site.weight.data[3] = 0.0
+    with pytest.raises(CheckpointError, match=r"encoder\.blocks\.0\.attention\.out"):
+        fold(model)
+
+
+def test_the_weight_is_a_function_of_the_step() -> None:
+    cfg = StandardizeConfig(weight=2.0, warmup=4, final=0.5)
+    assert [weight_at(cfg, step, 12) for step in (0, 3, 4, 8, 12)] == [0.5, 2.0, 2.0, 1.5, 1.0]
+    assert weight_at(StandardizeConfig(weight=2.0, warmup=0), 0, 5) == 2.0
+
+
+@pytest.mark.parametrize("name", ["encoder", "encoder-decoder", "vit", "decoder"])
+def test_branches_begin_smaller_by_the_root_of_their_number(name: str, make_config: MakeConfig) -> None:
+    from stretto.weights import initialise
+
+    cfg = KINDS[name]
+    models = [build_model(cfg, "cpu") for _ in range(2)]
+    for model, by_depth in zip(models, (False, True), strict=True):
+        initialise(model, cfg, 0, put, by_depth)
+    for (key, plain), (_, scaled) in zip(*(model.named_parameters() for model in models), strict=True):
+        ratio = 1.0
+        if key.endswith(BRANCH_ENDS) and name != "decoder":  # which begins like that anyway
+            ratio = math.sqrt(6 if key.startswith("decoder") else 4)
+        torch.testing.assert_close(plain, scaled * ratio)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in read_events(folder) if "loss" in event}
+
+
+@pytest.mark.parametrize("techniques", [{}, {"techniques__fused": True}], ids=["plain", "fused"])
+def test_a_run_resumes_exactly_evaluates_and_folds(
+    make_config: MakeConfig, tmp_path: Path, techniques: dict[str, Any]
+) -> None:
+    """In the middle of its warm-up, too."""
+    on = {"techniques__standardize": {"warmup": 8, "final": 0.5}, "train__micro_batches": 2, **techniques}
+    whole = train(make_config(run__dir=str(tmp_path / "whole"), train__steps=12, **on))
+    parts = partial(make_config, run__dir=str(tmp_path / "parts"), optim__schedule="constant", **on)
+    del parts
+    first = make_config(run__dir=str(tmp_path / "cut"), train__steps=12, checkpoint__every=5, checkpoint__keep=9, **on)
+    folder = train(first)
+    for step in (10, 12):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
+    train(first, resume=True)
+    assert losses(folder) == losses(whole)
+    one, two = (checkpoint.load(run / "checkpoints", 12).weights for run in (whole, folder))
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    scores = measure(folder, beam=1)
+    assert exit_code("export", str(folder), str(tmp_path / "folded"), "--fold") == 0
+    trained = load_trained(tmp_path / "folded", CPU)
+    assert not any(isinstance(module, nn.LayerNorm | Affine) for module in trained.model.modules())
+    folded = replace(trained.config, data=first.data)
+    assert folded.techniques.standardize is None and folded.model.norm == "none"
+    assert measure(tmp_path / "folded", beam=1)["eval_loss"] == pytest.approx(scores["eval_loss"], abs=1e-5)
+    assert exit_code("export", str(folder), str(tmp_path / "theirs"), "--to", "hf") == 2
+
+
+def exit_code(*arguments: str) -> int:
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code if result.exception is None else getattr(result.exception, "exit_code", 1)
+
+
+def test_what_is_refused(make_config: MakeConfig) -> None:
+    folder = train(make_config(train__steps=2))
+    with pytest.raises(CheckpointError, match=r"techniques\.standardize was None"):
+        train(make_config(train__steps=4, techniques__standardize=True), resume=True)
+    assert exit_code("export", str(folder), str(folder / "x"), "--fold") == 2
+    with pytest.raises(ConfigError, match="nothing to replace"):
+        build(ModelConfig(vocab=8, norm="none"))
+    for key, value in {"weight": -1.0, "stride": 0, "final": 2.0, "axis": "batch"}.items():
+        with pytest.raises(ConfigError, match=rf"standardize\.{key}"):
+            make_config(techniques__standardize={key: value})
