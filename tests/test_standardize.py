@@ -1,11 +1,10 @@
-"""Models whose norms gave way to affines and a loss: what is pulled, what is not, and that nothing is left in the end."""
+"""Models whose norms gave way to affines and a loss: what is pulled, what is not, and what is left in the end."""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute_later
+from typer.testing import CliRunner
 
 from stretto import checkpoint
 from stretto.batch import Batch, find_real
 from stretto.buckets import to_bucket
 from stretto.cli import app
-from stretto.config import Config, FusedConfig, ModelConfig, StandardizeConfig, TechniquesConfig, build_config
+from stretto.config import FusedConfig, ModelConfig, StandardizeConfig, TechniquesConfig, build_config
 from stretto.data import open_data
 from stretto.errors import CheckpointError, ConfigError
 from stretto.evaluate import measure
 from stretto.layers import Affine
 from stretto.model import Model, build_model, sites
-from stretto.ops.affine import AXES, standardization_loss
+from stretto.ops.affine import standardization_loss
 from stretto.optim import learning_rate, set_learning_rate
 from stretto.report import read_events
 from stretto.runtime import Runtime
@@ -36,10 +36,10 @@ from stretto.techniques.standardize import find_pressure, fold, weight_at
 from stretto.train import build as build_parts
 from stretto.train import complete, train
 from stretto.trained import load_trained
-from stretto.weights import BRANCH_ENDS, put
+from stretto.weights import BRANCH_ENDS, initialise, put
 from tests.conftest import MakeConfig, materialise
 from tests.test_fused import KINDS, make_batch
-from tests.test_model import collate
+from tests.test_model import Sample, collate
 
 CPU = torch.device("cpu")
 FACTOR = 0.3
@@ -104,23 +104,26 @@ def by_autograd(model: Model, batch: Batch, axis: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "axis"), [*((name, "token") for name in KINDS), ("decoder", "channel"), ("encoder", "layer")]
+)
 def test_gradients_are_those_of_the_loss_as_a_term(name: str, axis: str) -> None:
     """On every kind of model, plain and with `fused`."""
     cfg, how = KINDS[name], replace(COARSE, axis=axis)
     batch, model = batch_for(cfg), build(cfg, how)
     wanted = by_autograd(model, batch, axis)
-    assert_equal(gradients(model, model(batch)), wanted)
+    atol = 1e-9 if axis == "token" else 1e-4  # fp32 weights that sum to nearly 1
+    assert_equal(gradients(model, model(batch)), wanted, atol)
     fused = build(cfg, how, fused=True)
-    assert_equal(gradients(fused, fused(batch)), wanted)
+    assert_equal(gradients(fused, fused(batch)), wanted, atol)
     press(model, 0.0)
     free = gradients(model, model(batch))
     assert max(float((free[key] - wanted[key]).abs().max()) for key in wanted) > 1e-3
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "vit"])
+@pytest.mark.parametrize(
+    ("name", "fused"), [*((name, True) for name in KINDS if name != "vit"), ("decoder", False), ("encoder", False)]
+)
 def test_padding_and_filler_do_not_count(name: str, fused: bool) -> None:
     """With a stride of 1 the tokens that count are the same in all forms."""
     cfg, how = KINDS[name], replace(COARSE, stride=1)
@@ -209,32 +212,30 @@ def test_compiled(fused: bool) -> None:
 
 
 def make_longer(cfg: ModelConfig) -> Batch:
-    from tests.test_model import Sample
-
     return collate(cfg, [Sample.draw(11, 3, seed=5), Sample.draw(9, 2, seed=6)])
 
 
-@pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("name", KINDS)
-def test_folding_is_exact_and_leaves_no_norm(name: str, affine: bool) -> None:
+def test_folding_is_exact_and_leaves_no_norm(name: str) -> None:
     cfg = KINDS[name]
-    model = build(cfg, StandardizeConfig(affine=affine), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for site in model.modules():
-            if isinstance(site, Affine) and site.weight is not None:
-                site.weight.mul_(1.7)
-    folded = fold(model)
-    kinds = (nn.LayerNorm, nn.RMSNorm, Affine)
-    assert not any(isinstance(module, kinds) for module in folded.modules())
-    for form in ("packed", "padded"):
-        batch = batch_for(cfg, form, torch.float32)
-        with torch.no_grad():
-            found, wanted = folded.logits(batch).double(), model.logits(batch).double()
-            exact = model.double().logits(batch_for(cfg, form))
-            model.float()
-        size = exact.abs().max()
-        assert float((found - exact).abs().max()) < max(1e-6 * size, 3 * float((wanted - exact).abs().max()))
-        assert float((found - wanted).abs().max() / size) < 2e-6
+    for affine, dtype, bound in (
+        (True, torch.float64, 1e-11),
+        (False, torch.float64, 1e-11),
+        (True, torch.float32, 1e-6),
+    ):
+        model = build(cfg, StandardizeConfig(affine=affine), dtype=dtype).eval()
+        if dtype == torch.float32:  # weights as they begin, else the model itself magnifies rounding
+            materialise(model, cfg, 0, CPU)
+            for i, site in enumerate(module for module in model.modules() if isinstance(module, Affine)):
+                random = torch.Generator().manual_seed(i)
+                for p in site.parameters():
+                    p.data.add_(torch.randn(p.shape, generator=random), alpha=0.1)
+        folded = fold(model)
+        assert not any(isinstance(module, nn.LayerNorm | nn.RMSNorm | Affine) for module in folded.modules())
+        for form in ("packed", "padded"):
+            batch = batch_for(cfg, form, dtype)
+            found, wanted = folded.logits(batch).detach(), model.logits(batch).detach()
+            assert float((found - wanted).abs().max()) < bound * max(1.0, float(wanted.abs().max()))
 
 
 def test_a_channel_that_is_switched_off_in_the_stream_does_not_fold() -> None:
@@ -253,9 +254,7 @@ def test_the_weight_is_a_function_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["encoder", "encoder-decoder", "vit", "decoder"])
-def test_branches_begin_smaller_by_the_root_of_their_number(name: str, make_config: MakeConfig) -> None:
-    from stretto.weights import initialise
-
+def test_branches_begin_smaller_by_the_root_of_their_number(name: str) -> None:
     cfg = KINDS[name]
     models = [build_model(cfg, "cpu") for _ in range(2)]
     for model, by_depth in zip(models, (False, True), strict=True):
@@ -271,36 +270,29 @@ def losses(folder: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in read_events(folder) if "loss" in event}
 
 
-@pytest.mark.parametrize("techniques", [{}, {"techniques__fused": True}], ids=["plain", "fused"])
-def test_a_run_resumes_exactly_evaluates_and_folds(
-    make_config: MakeConfig, tmp_path: Path, techniques: dict[str, Any]
-) -> None:
+def test_a_run_resumes_exactly_evaluates_and_folds(make_config: MakeConfig, tmp_path: Path) -> None:
     """In the middle of its warm-up, too."""
-    on = {"techniques__standardize": {"warmup": 8, "final": 0.5}, "train__micro_batches": 2, **techniques}
-    whole = train(make_config(run__dir=str(tmp_path / "whole"), train__steps=12, **on))
-    parts = partial(make_config, run__dir=str(tmp_path / "parts"), optim__schedule="constant", **on)
-    del parts
-    first = make_config(run__dir=str(tmp_path / "cut"), train__steps=12, checkpoint__every=5, checkpoint__keep=9, **on)
-    folder = train(first)
-    for step in (10, 12):
-        shutil.rmtree(folder / "checkpoints" / f"step-{step:08d}")
-    train(first, resume=True)
-    assert losses(folder) == losses(whole)
-    one, two = (checkpoint.load(run / "checkpoints", 12).weights for run in (whole, folder))
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    config = make_config(
+        train__steps=6, train__micro_batches=2, checkpoint__every=3, techniques__fused=True,
+        techniques__standardize={"warmup": 5},
+    )  # fmt: skip
+    folder = train(config)
+    before, whole = losses(folder), checkpoint.load(folder / "checkpoints", 6)
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    train(config, resume=True)
+    assert losses(folder) == before and len(before) == 6
+    again = checkpoint.load(folder / "checkpoints", 6)
+    assert all(torch.equal(again.weights[key], whole.weights[key]) for key in whole.weights)
     scores = measure(folder, beam=1)
     assert exit_code("export", str(folder), str(tmp_path / "folded"), "--fold") == 0
     trained = load_trained(tmp_path / "folded", CPU)
     assert not any(isinstance(module, nn.LayerNorm | Affine) for module in trained.model.modules())
-    folded = replace(trained.config, data=first.data)
-    assert folded.techniques.standardize is None and folded.model.norm == "none"
+    assert trained.config.techniques.standardize is None and trained.config.model.norm == "none"
     assert measure(tmp_path / "folded", beam=1)["eval_loss"] == pytest.approx(scores["eval_loss"], abs=1e-5)
-    assert exit_code("export", str(folder), str(tmp_path / "theirs"), "--to", "hf") == 2
+    assert exit_code("export", str(folder), str(tmp_path / "theirs"), "--to", "hf") == ConfigError.exit_code
 
 
 def exit_code(*arguments: str) -> int:
-    from typer.testing import CliRunner
-
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code if result.exception is None else getattr(result.exception, "exit_code", 1)
 
@@ -309,9 +301,54 @@ def test_what_is_refused(make_config: MakeConfig) -> None:
     folder = train(make_config(train__steps=2))
     with pytest.raises(CheckpointError, match=r"techniques\.standardize was None"):
         train(make_config(train__steps=4, techniques__standardize=True), resume=True)
-    assert exit_code("export", str(folder), str(folder / "x"), "--fold") == 2
+    assert exit_code("export", str(folder), str(folder / "x"), "--fold") == ConfigError.exit_code
     with pytest.raises(ConfigError, match="nothing to replace"):
         build(ModelConfig(vocab=8, norm="none"))
     for key, value in {"weight": -1.0, "stride": 0, "final": 2.0, "axis": "batch"}.items():
         with pytest.raises(ConfigError, match=rf"standardize\.{key}"):
             make_config(techniques__standardize={key: value})
+
+
+def learn_python(folder: Path, steps: int, techniques: dict[str, Any], depth: float = 1.0) -> float:
+    """A deep, narrow model of Python source whose matrices begin at 1 / sqrt(inputs) and tables at 1, those that end
+    branches times `depth`. Returns the mean loss of the last 25 steps."""
+    config = build_config({
+        "run": {"dir": str(folder), "device": "cpu"},
+        "data": {"train": str(folder / "text"), "seq_len": 48, "batch_size": 16, "join_documents": True},
+        "model": {"layers": 8, "width": 64, "heads": 4, "max_len": 48, "activation": "gelu", "tied": False},
+        "optim": {"lr": 3e-3, "warmup": 40, "schedule": "constant", "weight_decay": 0.0},
+        "train": {"steps": steps, "non_finite": "skip"},
+        "techniques": techniques,
+    })  # fmt: skip
+    data = open_data(config.data, seed=0, folder=folder / "data", image_size=0)
+    config = complete(config, data, 1)
+    parts, random = build_parts(config, Runtime(CPU)), torch.Generator().manual_seed(0)
+    for name, p in parts.plain.named_parameters():
+        if p.ndim == 2:
+            scale = 1.0 if name.startswith("embedding") else p.shape[1] ** -0.5
+            scale *= depth if name.endswith(BRANCH_ENDS) else 1.0
+            put(p, scale * torch.randn(p.shape, generator=random))
+    found = []
+    for step in range(steps):
+        batch = data.train_batch(step)
+        set_learning_rate(parts.optimizer, learning_rate(config.optim, step, steps))
+        if parts.pressure is not None and config.techniques.standardize is not None:
+            parts.pressure.weight = weight_at(config.techniques.standardize, step, steps)
+        loss, _ = run_step(parts, [(step, batch)], batch.counts.labels, 1)
+        found.append(float(loss) / batch.counts.labels)
+    return sum(found[-25:]) / 25
+
+
+@pytest.mark.slow
+def test_a_network_that_diverges_without_norms_learns_as_with_them(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for module in ("argparse", "ast", "dataclasses", "inspect", "typing", "tarfile", "socket", "shutil", "subprocess"):
+        shutil.copy(Path(os.__file__).parent / f"{module}.py", tmp_path / "text")
+    bare = {"standardize": {"weight": 0.0, "affine": False}}
+    assert learn_python(tmp_path, 60, bare) > 10
+    normed = learn_python(tmp_path, 250, {})
+    ours = learn_python(tmp_path, 250, {"standardize": {"warmup": 40}}, depth=1 / math.sqrt(16))
+    assert normed < 2.5 and ours < normed + 0.25
+    # The loss by itself, without small branches, saves what an affine alone does not.
+    assert learn_python(tmp_path, 250, {"standardize": {"weight": 10.0, "warmup": 0, "stride": 1}}) < 3.5
+    assert learn_python(tmp_path, 60, {"standardize": {"weight": 0.0}}) > 10

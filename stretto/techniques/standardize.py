@@ -145,8 +145,8 @@ def fold(model: Model) -> Model:
         _fold_into(state, "head", out)
     else:
         _fold_into(state, "head.pooler" if isinstance(head, ClassHead) else "head", out)
-    plain = build_model(folded).to_empty(device="cpu").eval()
-    plain.load_state_dict({name: state[name].float() for name in plain.state_dict()})
+    plain = build_model(folded).to_empty(device="cpu").to(next(model.parameters()).dtype).eval()
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     return plain
 
 
@@ -181,6 +181,6 @@ def _fold_out_of(state: dict[str, Tensor], linear: str, x: Scaling) -> None:
         raise CheckpointError(
             f"{linear} adds to channels that a learned scale of exactly 0 switches off: they do not fold"
         )
-    for leaf in ("weight", "bias"):
-        if f"{linear}.{leaf}" in state:
-            state[f"{linear}.{leaf}"] = (state[f"{linear}.{leaf}"].T / x.gain).T
+    state[f"{linear}.weight"] = state[f"{linear}.weight"] / x.gain[:, None]
+    if f"{linear}.bias" in state:
+        state[f"{linear}.bias"] = state[f"{linear}.bias"] / x.gain
