@@ -359,7 +359,7 @@ def test_a_network_that_diverges_without_norms_learns_as_with_them(python_source
 @pytest.mark.slow
 def test_the_loss_alone_saves_what_an_affine_alone_does_not(python_source: Path) -> None:
     """Where branches begin as large as all else."""
-    affine = learn_python(python_source, 50, {"standardize": {"weight": 0.0}})
+    affine = learn_python(python_source, 150, {"standardize": {"weight": 0.0}})
     pulled = learn_python(python_source, 150, {"standardize": {"weight": 10.0, "warmup": 0, "stride": 1}})
     print(f"affine alone {affine:.3f}, pulled {pulled:.3f}")
-    assert affine > 10 and pulled < 4.5
+    assert affine > 100 and pulled < 20
