@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -340,11 +341,15 @@ def learn_python(folder: Path, steps: int, techniques: dict[str, Any], depth: fl
 
 
 @pytest.fixture
-def python_source(tmp_path: Path) -> Path:
+def python_source(tmp_path: Path) -> Iterator[Path]:
+    """And one thread: on products as small as these, two wait for each other on a busy machine."""
     (tmp_path / "text").mkdir()
     for module in ("argparse", "ast", "dataclasses", "inspect", "typing", "tarfile", "socket", "shutil", "subprocess"):
         shutil.copy(Path(os.__file__).parent / f"{module}.py", tmp_path / "text")
-    return tmp_path
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.slow
