@@ -26,10 +26,20 @@ class Layout:
     max_len: int
     dense: bool = False  # the tokens are a rectangle [N, max_len]
     lengths: Tensor | None = None  # int32 [N], dense only: real tokens per row; None: every row is full
+    num_real: Tensor | None = None  # int64 [], packed only: those behind so many tokens are filler; None: none are
 
     @property
     def num_sequences(self) -> int:
         return self.offsets.shape[0] - 1
+
+
+def find_real(layout: Layout, num_tokens: int) -> Tensor:
+    """Which tokens are neither padding nor filler: bool [T]."""
+    device = layout.offsets.device
+    if layout.lengths is not None:
+        return (torch.arange(layout.max_len, device=device) < layout.lengths[:, None]).flatten()
+    token = torch.arange(num_tokens, device=device)
+    return token >= 0 if layout.num_real is None else token < layout.num_real
 
 
 def dense_layout(rows: int, length: int, lengths: Tensor | None = None, device: Any = None) -> Layout:

@@ -99,7 +99,8 @@ def _fill(side: Sequences, fillers: list[int], real: int, num_sequences: int, ma
     offsets = torch.cat([offsets, offsets[-1] + lengths.cumsum(0, dtype=torch.int32)])
     positions = torch.cat([side.positions, *(torch.arange(length) for length in fillers)])
     types = None if side.types is None else F.pad(side.types, (0, count))
-    return Sequences(F.pad(side.ids, (0, count)), positions, Layout(offsets, max_len), types)
+    layout = Layout(offsets, max_len, num_real=torch.tensor(len(side.ids)))
+    return Sequences(F.pad(side.ids, (0, count)), positions, layout, types)
 
 
 def _fill_labels(batch: Batch, num_tokens: int) -> tuple[Tensor, Tensor | None]:

@@ -81,15 +81,22 @@ def export(
     folder: Annotated[Path, typer.Argument(help="where to: a new folder, or an empty one")],
     to: Annotated[Literal["hf"], typer.Option("--to", help="hf: what `from_pretrained` of transformers loads")] = "hf",
     step: Annotated[int | None, typer.Option(min=1, help="of this checkpoint; without it, of the best one")] = None,
+    fold: Annotated[
+        bool,
+        typer.Option("--fold", help="of [techniques.standardize]: for `eval` and `generate`, with no norms at all"),
+    ] = False,
 ) -> None:
-    """Write a trained run as a Hugging Face folder, tokenizer included."""
+    """Write a trained run as a Hugging Face folder, tokenizer included; or one without norms, for Stretto itself."""
     import torch
 
     from stretto.hf.folder import write_folder
-    from stretto.trained import load_trained
+    from stretto.trained import load_trained, write_folded
 
     trained = load_trained(run, torch.device("cpu"), step)
-    write_folder(folder, trained.model, trained.tokenizer, trained.labels)
+    if fold:
+        write_folded(folder, trained)
+    else:
+        write_folder(folder, trained.model, trained.tokenizer, trained.labels)
     typer.echo(f"{folder}: step {trained.step} of {run}")
 
 

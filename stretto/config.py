@@ -94,7 +94,8 @@ class ModelConfig:
     mlp_width: int = 0  # 0: four times the width
     vocab: int = 0  # 0: what the tokenizer has, rounded up to a multiple of 64
     max_len: int = 1024  # size of the position table, and the longest text that is generated
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    # none: what `stretto export --fold` makes of a model that was trained to need none; others may not train without.
+    norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"
     norm_order: Literal["pre", "post"] = "pre"
     norm_eps: float = 1e-5
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"] = "gelu_tanh"
@@ -107,7 +108,7 @@ class ModelConfig:
     embed_norm: bool = False
     # Encoder-decoder only: one table of positions and one embed_norm for both sides. Tokens always share one table.
     embed_shared: bool = True
-    # Encoder-decoder only: a bias of the output layer (that of a masked language model always has one).
+    # A bias of the output layer, of an encoder-decoder or a decoder without norms (a masked language model has one).
     head_bias: bool = False
     token_types: int = 0  # segment embeddings, as BERT has
     dropout: float = 0.0  # on embeddings and on each residual branch
@@ -144,8 +145,12 @@ class ModelConfig:
             f"[model.rope_scaling] is for model.positions = 'rotary', not {self.positions!r}",
         )
         _require(
-            self.kind == "encoder-decoder" or (self.embed_shared and not self.head_bias),
-            f"model.embed_shared and model.head_bias are for an encoder-decoder, not for model.kind = {self.kind!r}",
+            self.kind == "encoder-decoder" or self.embed_shared,
+            f"model.embed_shared = false is for an encoder-decoder, not for model.kind = {self.kind!r}",
+        )
+        _require(
+            self.kind == "encoder-decoder" or (self.kind == "decoder" and self.norm == "none") or not self.head_bias,
+            f"model.head_bias is for an encoder-decoder, not for model.kind = {self.kind!r}",
         )
         for key in ("dropout", "attention_dropout", "activation_dropout", "label_smoothing"):
             _require(0.0 <= getattr(self, key) < 1.0, f"model.{key} must be in [0, 1)")
@@ -226,11 +231,30 @@ class LayerDropConfig:
 
 
 @dataclass(frozen=True)
+class StandardizeConfig:
+    # Of the loss, a mean over the former norms and over channels; the sum of the paper has this over their number.
+    weight: float = 1.0
+    warmup: int = 100  # steps over which the weight grows from 0; make it that of the learning rate
+    final: float = 1.0  # the share of the weight that is left at the end, reached in a straight line
+    axis: Literal["token", "channel", "layer"] = "token"  # of what mean and variance are taken
+    affine: bool = True  # a learned scale (and shift, where the norm has one) stands where the norm stood; else nothing
+    # Statistics are those of every so many tokens. Odd, so that in sequences of even length no position is left out.
+    stride: int = 7
+    depth_init: bool = True  # residual branches begin smaller by the square root of their number
+
+    def __post_init__(self) -> None:
+        _require_not_negative("techniques.standardize", self, "weight", "warmup")
+        _require_positive("techniques.standardize", self, "stride")
+        _require(0.0 <= self.final <= 1.0, "techniques.standardize.final is a share: it must be between 0 and 1")
+
+
+@dataclass(frozen=True)
 class TechniquesConfig:
     """One subsection per technique; a technique is off unless its subsection is there, as in [techniques.fused]."""
 
     fused: FusedConfig | None = None
     layer_drop: LayerDropConfig | None = None
+    standardize: StandardizeConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ Generation, which goes token by token through a cache, takes the plain path.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.attention import attend
-from stretto.batch import Depth, Layout, Sequences, Share
+from stretto.batch import Depth, Layout, Sequences, Share, find_real
 from stretto.model import (
     EVERYTHING,
     Block,
@@ -40,6 +41,7 @@ from stretto.model import (
     take,
 )
 from stretto.ops.activation import activate
+from stretto.ops.affine import add_affine
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.embedding import embed
@@ -54,6 +56,58 @@ NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, ep
 Keys = tuple[Tensor | None, ...]  # of dropout, each [2]; None where nothing is dropped
 Branch = tuple[Tensor | None, Tensor | None]  # without the bias of its last product, and that bias: a norm adds both
 NOTHING: Branch = (None, None)
+
+
+@dataclass
+class Pressure:
+    """What pulls the sites of a model towards mean 0 and variance 1: one for all of them (see ops/affine.py)."""
+
+    weight: float  # of the loss, now: the trainer changes it from step to step
+    num_channels: int  # of all sites together, which the loss is a mean of
+    axis: str
+    stride: int
+    factor: Tensor | None = None  # on the device, where recorded steps read it; None: nothing is pulled
+    known: tuple[Layout, Tensor] | None = None  # the last layout, and its rows
+
+    def weigh(self, real: Tensor) -> Tensor:
+        """Of the tokens [T] that are real, one in `stride` counts: weights, fp32, which sum to 1."""
+        counts = real & (torch.arange(len(real), device=real.device) % self.stride == 0)
+        return counts / counts.sum().clamp(min=1)
+
+    def weigh_layout(self, layout: Layout, num_tokens: int) -> Tensor:
+        """The same for all blocks of a stack, so it is computed for the first."""
+        if self.known is None or self.known[0] is not layout:
+            self.known = layout, self.weigh(find_real(layout, num_tokens))
+        return self.known[1]
+
+
+class Affine(nn.Module):
+    """weight * x + bias where a norm was, of the same names; without parameters, x itself."""
+
+    rows: Tensor | None = None  # which tokens of the next input count; None, as in evaluation: it is a plain affine
+
+    def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None, pressure: Pressure) -> None:
+        super().__init__()
+        self.weight, self.bias, self.pressure = weight, bias, pressure
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(None, x, None, 0.0, None)[0]
+
+    def add(
+        self,
+        branch: Tensor | None,
+        x: Tensor,
+        branch_bias: Tensor | None,
+        p: float,
+        key: Tensor | None,
+        post: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """As `add_norm`."""
+        of = self.pressure
+        rows, factor = (None, None) if self.rows is None or of.factor is None else (self.rows, of.factor)
+        return add_affine(
+            branch, x, branch_bias, self.weight, self.bias, p, key, post, rows, factor, of.stride, of.axis
+        )
 
 
 class FusedStack(Stack):
@@ -152,6 +206,10 @@ class FusedBlock(Block):
     def add(self, branch: Branch, x: Tensor, norm: nn.Module, key: Tensor | None) -> tuple[Tensor, Tensor]:
         """The normalised sum, and the stream that goes on: the sum itself, or post-norm the normalised one."""
         p, (out, bias) = self.dropout if self.training else 0.0, branch
+        if isinstance(norm, Affine):
+            return norm.add(out, x, bias, p, key, post=not self.pre_norm)
+        if isinstance(norm, nn.Identity):
+            return add_affine(out, x, bias, None, None, p, key, post=not self.pre_norm)
         return add_norm(out, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
 
     def settle(self, branch: Branch, x: Tensor, key: Tensor | None) -> Tensor:
@@ -199,9 +257,14 @@ class FusedEmbedding(Embedding):
         p, token = self.dropout if self.training else 0.0, self.table if table is None else table
         positions, place = self.place(inputs, token.shape[1])
         kind = None if self.token_type is None else self.token_type.weight
-        norm: NormParts = (None, None, 0.0, False) if isinstance(self.norm, nn.Identity) else norm_parts(self.norm)
+        plain = isinstance(self.norm, nn.Identity | Affine)
+        norm: NormParts = (None, None, 0.0, False) if plain else norm_parts(self.norm)
         key, dtype = draw_keys(inputs.ids, 1)[0] if p > 0 else None, product_dtype(token)
-        return embed(inputs.ids, token, positions, place, inputs.types, kind, self.scale, *norm, p, key, dtype)
+        tables = (inputs.ids, token, positions, place, inputs.types, kind, self.scale)
+        if isinstance(self.norm, Affine):
+            x = self.norm(embed(*tables, *norm, 0.0, None, dtype))
+            return x if key is None else dropout(x, p, key)
+        return embed(*tables, *norm, p, key, dtype)
 
     def place(self, inputs: Sequences, width: int) -> tuple[Tensor | None, Tensor | None]:
         """Positions, and the table that they look up."""
@@ -224,7 +287,9 @@ class FusedLMHead(LMHead):
     def loss(self, x: Tensor, embedding: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         if self.transform is not None and self.norm is not None:
             x = linear(x, self.transform.weight)
-            x = norm(activate(x, self.transform.bias, self.activation, 0.0, None), *norm_parts(self.norm))
+            x = activate(x, self.transform.bias, self.activation, 0.0, None)
+            plain = isinstance(self.norm, nn.Identity | Affine)
+            x = self.norm(x) if plain else norm(x, *norm_parts(self.norm))
         return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
 
 

@@ -545,6 +545,8 @@ def summed_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
 
 
 def build_norm(cfg: ModelConfig) -> nn.Module:
+    if cfg.norm == "none":
+        return nn.Identity()
     if cfg.norm == "rmsnorm":
         return nn.RMSNorm(cfg.width, eps=cfg.norm_eps)
     return nn.LayerNorm(cfg.width, eps=cfg.norm_eps, bias=cfg.bias)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stretto.batch import Batch
 from stretto.graphs import Memory, Recorder
 from stretto.guard import Guard
+from stretto.layers import Pressure
 from stretto.model import Model
 from stretto.optim import FlatAdamW, clip_gradients
 from stretto.parallel.data import StaticGradients, gradient_sync, replicate
@@ -42,10 +43,13 @@ class Trainable:
     may_record: bool = False  # steps are replayed from CUDA graphs, or may be: batches then come in few shapes
     gradients: StaticGradients | None = None  # None: as autograd makes them
     recorders: Recorders | None = None  # of CUDA graphs; None: every kernel is launched by the host
+    pressure: Pressure | None = None  # of the standardization loss
     factor: Tensor = field(init=False)  # of the loss, on the device: a graph reads it there
 
     def __post_init__(self) -> None:
         self.factor = torch.ones((), device=self.device)
+        if self.pressure is not None:
+            self.pressure.factor = torch.zeros((), device=self.device)
 
     def describe(self) -> str:
         size = sum(p.numel() for p in self.plain.parameters())
@@ -70,7 +74,10 @@ def run_step(parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels:
     if recorders is not None:
         recorders.prepare_for(batches[0][1])
     # Wrappers average gradients over the processes, and the sum is wanted; static ones are summed.
-    parts.factor.fill_((world if static is None else 1) / max(num_labels, 1))
+    copies = world if static is None else 1
+    parts.factor.fill_(copies / max(num_labels, 1))
+    if parts.pressure is not None:
+        _press(parts.pressure, copies / (world * len(batches)), parts.scaler)
     if recorders is not None and static is None:
         ((index, batch),) = batches
         seed_all(parts.seed, index)
@@ -83,6 +90,15 @@ def run_step(parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels:
     if static is not None:
         static.sum_over_processes()
     return loss_sum, update(parts) if recorders is None else recorders.update.run()[0]
+
+
+def _press(pressure: Pressure, share: float, scaler: torch.amp.GradScaler) -> None:
+    """Each micro-batch has statistics of its own and the loss is their mean, so it is the same on any number of
+    processes, and none waits for another's."""
+    assert pressure.factor is not None
+    pressure.factor.fill_(pressure.weight * share / pressure.num_channels)
+    if scaler.is_enabled():
+        pressure.factor.copy_(scaler.scale(pressure.factor))
 
 
 def learn(parts: Trainable, batch: Batch) -> Tensor:

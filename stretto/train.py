@@ -29,6 +29,7 @@ from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.step import PRECISIONS, GraphChoice, Recorders, Trainable, resolve_precision, run_step
 from stretto.techniques.layer_drop import LayerDrop
+from stretto.techniques.standardize import find_pressure, weight_at
 from stretto.trained import save_run
 from stretto.weights import initialise
 
@@ -88,8 +89,9 @@ def build(config: Config, rt: Runtime) -> Trainable:
     sharded = parallel.shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[precision])
     model.to_empty(device=rt.device)
     optimizer = build_optimizer(model, config.optim, config.techniques.fused, config.run.seed)
-    initialise(model, config.model, config.run.seed, weight_writer(optimizer))
-    drop = config.techniques.layer_drop
+    drop, standard = config.techniques.layer_drop, config.techniques.standardize
+    by_depth = standard is not None and standard.depth_init
+    initialise(model, config.model, config.run.seed, weight_writer(optimizer), by_depth)
     if config.train.compile:
         # One graph for the whole model; or one for each block, the same for all, where nothing is left to fuse between
         # blocks, not all of them work, or each block's weights are gathered on their own. The function is compiled, not
@@ -115,6 +117,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
         seed=config.run.seed,
         layer_drop=None if drop is None else _build_layer_drop(drop, config, model, roles["stack"]),
         may_record=may_record,
+        pressure=find_pressure(model),
         gradients=gradients,
     )
     if graphs == "on":
@@ -146,6 +149,8 @@ def run_loop(run: Run, report: Report) -> None:
         labels, tokens, slots, padding, flops, stop = rt.sum_over_ranks([*_count(run.config, batches), int(rt.stop)])
         lr = learning_rate(run.config.optim, step, total)
         set_learning_rate(parts.optimizer, lr)
+        if parts.pressure is not None and run.config.techniques.standardize is not None:
+            parts.pressure.weight = weight_at(run.config.techniques.standardize, step, total)
         with choice.watch():
             loss_sum, grad_norm = run_step(parts, batches, labels, rt.world)
         run.step, run.tokens = step + 1, run.tokens + tokens
@@ -237,7 +242,8 @@ def _identity(run: Run) -> dict[str, Any]:
         "data": {key: value for key, value in asdict(config.data).items() if key not in places},
         "run": {"seed": config.run.seed},
         "train": {"micro_batches": config.train.micro_batches},
-        "techniques": {"layer_drop": asdict(config)["techniques"]["layer_drop"]},
+        # Others leave the training as it is.
+        "techniques": {name: asdict(config)["techniques"][name] for name in ("layer_drop", "standardize")},
         "content": {"data.train": run.data.fingerprint, "num_train": run.data.num_train},
     }
 

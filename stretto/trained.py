@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,8 +11,10 @@ import torch
 from stretto import checkpoint
 from stretto.config import Config, dump_config, load_config
 from stretto.data import Tokenizer, load_tokenizer
-from stretto.errors import CheckpointError
-from stretto.model import Model, build_model
+from stretto.errors import CheckpointError, ConfigError
+from stretto.model import Model, build_model, sites
+from stretto.techniques import standardize
+from stretto.weights import take
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,33 @@ def load_run_config(folder: Path) -> Config:
 def load_trained(folder: Path, device: torch.device, step: int | None = None) -> Trained:
     config = load_run_config(folder)
     step = _find_step(folder / "checkpoints", step)
-    model = build_model(config.model).to_empty(device=device).eval()
+    model = build_model(config.model)
+    if config.techniques.standardize is not None:  # it has changed what the model is
+        standardize.apply(model, config.techniques.standardize, sites(model))
+    model = model.to_empty(device=device).eval()
     checkpoint.restore_weights(model, checkpoint.load(folder / "checkpoints", step, moments=False))
     tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
     labels = tuple(json.loads((folder / "labels.json").read_text(encoding="utf-8")))
     return Trained(config, model, step, tokenizer, labels, device)
+
+
+def write_folded(target: Path, trained: Trained) -> None:
+    """A run folder with this model alone, its affines moved into its linear layers: nothing is normalised in it."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty folder: choose another one to export to")
+    config = trained.config
+    if config.techniques.standardize is None:
+        raise ConfigError("--fold is for runs with [techniques.standardize]: the norms of this one do not fold")
+    model = standardize.fold(trained.model)
+    weights = {name: take(value) for name, value in model.state_dict().items()}
+    shot = checkpoint.Snapshot(weights, {}, {"step": trained.step, "best_step": trained.step})
+    checkpoint.save(target / "checkpoints", shot, keep=1)
+    if trained.tokenizer is not None:
+        (target / "data").mkdir()
+        trained.tokenizer.save(target / "data" / "tokenizer.json")
+    techniques = replace(config.techniques, standardize=None)
+    run = replace(config.run, dir=str(target))
+    save_run(target, replace(config, run=run, model=model.cfg, techniques=techniques), trained.labels)
 
 
 def _find_step(checkpoints: Path, wanted: int | None) -> int:

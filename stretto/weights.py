@@ -17,13 +17,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from stretto.config import ModelConfig
 
 Write = Callable[[Tensor, Tensor], None]
+BRANCH_ENDS = ("attention.out.weight", "cross.out.weight", "mlp.down.weight")
 
 
-def initialise(model: nn.Module, cfg: ModelConfig, seed: int, write: Write) -> None:
-    """Gives all parameters their first values; `write` puts a whole fp32 value into one, as `put` does."""
+def initialise(model: nn.Module, cfg: ModelConfig, seed: int, write: Write, by_depth: bool = False) -> None:
+    """Gives all parameters their first values; `write` puts a whole fp32 value into one, as `put` does. `by_depth`: all
+    kinds scale what adds to the residual stream by its depth, as decoders always do."""
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(_key(seed, name))
-        write(parameter, initial_value(cfg, name, parameter.shape, generator))
+        value = initial_value(cfg, name, parameter.shape, generator)
+        if by_depth and cfg.kind != "decoder" and name.endswith(BRANCH_ENDS):
+            value /= math.sqrt(_num_branches(cfg, name))
+        write(parameter, value)
+
+
+def _num_branches(cfg: ModelConfig, name: str) -> int:
+    """Of the stack that this parameter is in."""
+    return 3 * (cfg.decoder_layers or cfg.layers) if name.startswith("decoder.") else 2 * cfg.layers
 
 
 def initial_value(cfg: ModelConfig, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

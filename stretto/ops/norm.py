@@ -460,7 +460,7 @@ def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> t
 _add_norm.register_autograd(_backward, setup_context=_save)
 
 
-class _Again(torch.autograd.Function):
+class Again(torch.autograd.Function):
     """y as a second result. Its gradient goes where the gradient of `stream` would go, so that the norm's own backward
     kernel adds it to that of the first."""
 
@@ -502,7 +502,7 @@ def add_norm(
     check_width(residual, branch_bias, weight, norm_bias)
     key = key if p > 0 else None
     y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post)
-    return y, _Again.apply(y, stream) if post else stream
+    return y, Again.apply(y, stream) if post else stream
 
 
 def norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:

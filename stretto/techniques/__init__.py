@@ -17,7 +17,7 @@ from torch import nn
 from stretto.config import TechniquesConfig
 from stretto.errors import ConfigError
 
-ORDER: tuple[str, ...] = ("fused", "layer_drop")
+ORDER: tuple[str, ...] = ("standardize", "fused", "layer_drop")
 
 
 def apply_all(

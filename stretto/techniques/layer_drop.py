@@ -170,4 +170,5 @@ def select(layout: Layout, rows: Tensor) -> Subset:
     if layout.dense:
         real = None if layout.lengths is None else layout.lengths[rows]
         return Subset(tokens, dense_layout(len(rows), layout.max_len, real))
-    return Subset(tokens, replace(layout, offsets=offsets))
+    num_real = None if layout.num_real is None else (tokens < layout.num_real).sum()
+    return Subset(tokens, replace(layout, offsets=offsets, num_real=num_real))
