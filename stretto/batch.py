@@ -59,7 +59,8 @@ class Sequences:
 class Subset:
     """Some of the sequences of a layout."""
 
-    tokens: Tensor  # int64 [T']: where they are among all tokens
+    tokens: Tensor  # int64 [T']: where they are among all T tokens, in the same order
+    places: Tensor  # int32 [T]: where each token is among these, -1: nowhere
     layout: Layout  # how these T' split
 
 
@@ -78,7 +79,6 @@ class Share:
     part: Part = Part()
     scale: Tensor | None = None  # fp32 []; None: 1
     whole: bool = False  # the factor is that of the block as a whole, not of each of its branches
-    settles: bool = False  # nothing of it may wait for the next block, which has another part
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Depth:
     work: float  # of how many blocks, on everything
 
     def shares(self) -> dict[int, Share]:
-        scales, settles = self.scales.unbind(), self.whole or any(part.subset for part in self.parts.values())
-        return {number: Share(part, scales[number], self.whole, settles) for number, part in self.parts.items()}
+        scales = self.scales.unbind()
+        return {number: Share(part, scales[number], self.whole) for number, part in self.parts.items()}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stretto.attention import attend
-from stretto.batch import Depth, Layout, Sequences, Share, find_real
+from stretto.batch import Depth, Layout, Sequences, Share, Subset, find_real
 from stretto.model import (
     EVERYTHING,
     Block,
@@ -36,6 +37,7 @@ from stretto.model import (
     PatchEmbedding,
     Rotary,
     Stack,
+    narrow,
     rotary_angles,
     sinusoids,
     take,
@@ -54,8 +56,18 @@ from stretto.ops.norm import add_norm, norm
 Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
 NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, epsilon, whether it is an RMSNorm
 Keys = tuple[Tensor | None, ...]  # of dropout, each [2]; None where nothing is dropped
-Branch = tuple[Tensor | None, Tensor | None]  # without the bias of its last product, and that bias: a norm adds both
-NOTHING: Branch = (None, None)
+
+
+class Branch(NamedTuple):
+    """What a norm has still to add to the stream."""
+
+    out: Tensor | None = None  # without the bias of its last product
+    bias: Tensor | None = None
+    scale: Tensor | None = None  # of both
+    places: Tensor | None = None  # which of its rows is a token's; None: it has one for each
+
+
+NOTHING = Branch()
 
 
 @dataclass
@@ -128,7 +140,7 @@ class FusedStack(Stack):
         memories = {} if memory is None else self.project_memory(memory, shares)
         last = self.blocks[-1]
         assert isinstance(last, FusedBlock)
-        pending: Branch = NOTHING if last.pre_norm else (x, None)
+        pending = NOTHING if last.pre_norm else Branch(x)
         for i, share in shares.items():
             parts = {"share": share, "pending": pending, "keys": keys[i], "memory_kv": memories.get(i)}
             x, pending = self.blocks[i](x, layout, rotary, memory, memory_layout, **parts)
@@ -177,12 +189,11 @@ class FusedBlock(Block):
         memory_kv: Heads | None = None,
     ) -> Tensor | tuple[Tensor, Branch]:
         """Pre-norm: `pending` is the branch that is still to be added to the stream x. Post-norm: it is x again, with a
-        gradient of its own, so that the norm that made both adds their gradients up. A block that settles leaves
-        nothing pending."""
+        gradient of its own, so that the norm that made both adds their gradients up."""
         if cache is not None:
             return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
         *norm_keys, mlp_key, self_key, cross_key = keys
-        put, (x, layout, rotary, memory, memory_layout) = take(share, x, layout, rotary, memory, memory_layout)
+        layout, rotary, memory, memory_layout = narrow(share.part, layout, rotary, memory, memory_layout)
         branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary, self_key)),
             (self.mlp_norm, lambda h: self.expand(h, mlp_key)),
@@ -190,33 +201,43 @@ class FusedBlock(Block):
         if self.cross is not None and self.cross_norm is not None:
             parts = (layout, memory, memory_layout, memory_kv, cross_key)
             branches.insert(1, (self.cross_norm, lambda h: self.attend_memory(h, *parts)))
-        if self.pre_norm:
+        if self.pre_norm and share.scale is not None and (share.whole or not is_norm(self.attention_norm)):
+            x, put = take(share, x)
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
                 h, x = self.add(pending, x, norm, key)
                 pending = branch(h) if share.whole else scale_branch(branch(h), share.scale)
-            if share.settles:
-                return put(self.settle(pending, x, norm_keys[0])), NOTHING
+            return put(self.settle(pending, x, norm_keys[0])), NOTHING
+        if self.pre_norm:
+            for (norm, branch), key in zip(branches, norm_keys, strict=False):
+                h, x = self.add(pending, x, norm, key, share.part.subset)
+                places = None if share.part.subset is None else share.part.subset.places
+                pending = branch(h)._replace(scale=share.scale, places=places)
             return x, pending
-        again, _ = pending
+        again = pending.out
         assert again is not None
         for (norm, branch), key in zip(branches, norm_keys, strict=False):
             again, x = self.add(branch(again), x, norm, key)
-        return x, (again, None)
+        return x, Branch(again)
 
-    def add(self, branch: Branch, x: Tensor, norm: nn.Module, key: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The normalised sum, and the stream that goes on: the sum itself, or post-norm the normalised one."""
-        p, (out, bias) = self.dropout if self.training else 0.0, branch
+    def add(
+        self, branch: Branch, x: Tensor, norm: nn.Module, key: Tensor | None, wanted: Subset | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The normalised sum, of the tokens that are wanted; and the stream that goes on: the sum itself, or post-norm
+        the normalised one."""
+        p, post = self.dropout if self.training else 0.0, not self.pre_norm
         if isinstance(norm, Affine):
-            return norm.add(out, x, bias, p, key, post=not self.pre_norm)
+            return norm.add(branch.out, x, branch.bias, p, key, post)
         if isinstance(norm, nn.Identity):
-            return add_affine(out, x, bias, None, None, p, key, post=not self.pre_norm)
-        return add_norm(out, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
+            return add_affine(branch.out, x, branch.bias, None, None, p, key, post)
+        some = (None, 0) if wanted is None else (wanted.places, len(wanted.tokens))
+        parts = (*norm_parts(norm), p, key, post, branch.scale, branch.places, *some)
+        return add_norm(branch.out, x, branch.bias, *parts)
 
     def settle(self, branch: Branch, x: Tensor, key: Tensor | None) -> Tensor:
-        """The stream with the last branch added to it, where no norm does that."""
-        p, (out, bias) = self.dropout if self.training else 0.0, branch
+        """The stream with the last branch added to it, where the next norm cannot do that."""
+        out, p = branch.out, self.dropout if self.training else 0.0
         assert out is not None
-        out = out if bias is None else out + bias.to(out.dtype)
+        out = out if branch.bias is None else out + branch.bias.to(out.dtype)
         return x + (out if key is None else dropout(out, p, key))
 
     def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
@@ -226,7 +247,7 @@ class FusedBlock(Block):
         q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *angles)
         p = at.dropout if self.training else 0.0
         out = attend(q, k, v, layout, layout, at.causal, p, key=key).flatten(1)
-        return linear(out, at.out.weight), at.out.bias
+        return Branch(linear(out, at.out.weight), at.out.bias)
 
     def attend_memory(
         self,
@@ -243,13 +264,14 @@ class FusedBlock(Block):
         k, v = kv or project_heads(memory, at.kv.weight, at.kv.bias, [at.heads, at.heads])
         p = at.dropout if self.training else 0.0
         out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key).flatten(1)
-        return linear(out, at.out.weight), at.out.bias
+        return Branch(linear(out, at.out.weight), at.out.bias)
 
     def expand(self, h: Tensor, key: Tensor | None) -> Branch:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
         # Pre-norm, the norm that adds the bias is the next block's, by when FSDP2 has put this block's weights away.
         mine, left = (down.bias, None) if self.pre_norm and isinstance(self, FSDPModule) else (None, down.bias)
-        return mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute), left
+        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute)
+        return Branch(out, left)
 
 
 class FusedEmbedding(Embedding):
@@ -293,9 +315,12 @@ class FusedLMHead(LMHead):
         return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
 
 
-def scale_branch(branch: Branch, scale: Tensor | None) -> Branch:
-    out, bias = branch
-    return branch if scale is None else (None if out is None else scale * out, None if bias is None else scale * bias)
+def scale_branch(branch: Branch, scale: Tensor) -> Branch:
+    return Branch(*(None if part is None else scale * part for part in branch[:2]))
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm)
 
 
 def norm_parts(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:

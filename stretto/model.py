@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.attention import as_rows, attend
-from stretto.batch import IGNORE, Batch, Depth, Layout, Sequences, Share, dense_layout
+from stretto.batch import IGNORE, Batch, Depth, Layout, Part, Sequences, Share, dense_layout
 from stretto.config import ModelConfig, RopeScaling
 
 X = TypeVar("X")
@@ -157,8 +157,8 @@ class Block(nn.Module):
         cross_cache: LayerCache | None = None,
         share: Share = EVERYTHING,
     ) -> Tensor:
-        put, inputs = take(share, x, layout, rotary, memory, memory_layout)
-        (x, layout, rotary, memory, memory_layout), scale = inputs, None if share.whole else share.scale
+        layout, rotary, memory, memory_layout = narrow(share.part, layout, rotary, memory, memory_layout)
+        (x, put), scale = take(share, x), None if share.whole else share.scale
         x = self.add_branch(x, self.attention_norm, scale, lambda h: self.attention(h, layout, rotary, cache))
         if self.cross is not None and self.cross_norm is not None:
             cross, seen = self.cross, (memory, memory_layout, cross_cache)
@@ -230,21 +230,25 @@ class _Put(torch.autograd.Function):
         return dx, None, dx.index_select(0, tokens)
 
 
-BlockInputs = tuple[Tensor, Layout, Rotary | None, Tensor | None, Layout | None]
-
-
-def take(
-    share: Share, x: Tensor, layout: Layout, rotary: Rotary | None, memory: Tensor | None, memory_layout: Layout | None
-) -> tuple[Callable[[Tensor], Tensor], BlockInputs]:
-    """What makes the stream [T, C] of a block's output, and the block's part of its inputs."""
-    subset, seen, stream = share.part.subset, share.part.memory, x
+def narrow(
+    part: Part, layout: Layout, rotary: Rotary | None, memory: Tensor | None, memory_layout: Layout | None
+) -> tuple[Layout, Rotary | None, Tensor | None, Layout | None]:
+    """What goes with a part of the stream."""
+    subset, seen = part.subset, part.memory
     if subset is not None:
-        x, stream = _Take.apply(x, subset.tokens)  # type: ignore[no-untyped-call]
         layout = subset.layout
         if rotary is not None:
             rotary = Rotary(rotary.cos.index_select(0, subset.tokens), rotary.sin.index_select(0, subset.tokens))
     if seen is not None and memory is not None:
         memory, memory_layout = memory.index_select(0, seen.tokens), seen.layout
+    return layout, rotary, memory, memory_layout
+
+
+def take(share: Share, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A block's part of the stream x [T, C], and what makes the stream behind it of the block's output."""
+    subset, stream = share.part.subset, x
+    if subset is not None:
+        x, stream = _Take.apply(x, subset.tokens)  # type: ignore[no-untyped-call]
 
     def put(out: Tensor) -> Tensor:
         if share.whole and share.scale is not None:
@@ -253,7 +257,7 @@ def take(
             return out
         return _Put.apply(stream, subset.tokens, out)  # type: ignore[no-untyped-call]
 
-    return put, (x, layout, rotary, memory, memory_layout)
+    return x, put
 
 
 class Embedding(nn.Module):

@@ -149,6 +149,19 @@ def test_leaving_out_blocks_trains_bit_for_bit_as_without(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_networks_without_norms_train_bit_for_bit_as_without(
+    run: Run, replays: list[object], tmp_path: Path, axis: str
+) -> None:
+    """Batches of one shape have different numbers of real tokens; the loss grows from step to step."""
+    extra = ragged("masked", tmp_path) | {"techniques__standardize": {"axis": axis, "warmup": 30, "stride": 3}}
+    launched = run("open", **extra, train__graphs="open")
+    assert not replays
+    assert_equal(launched, run("on", **extra, train__graphs="on"))
+    assert len(replays) > 20
+
+
+@pytest.mark.gpu
 def test_there_are_only_so_many_graphs(
     run: Run, replays: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

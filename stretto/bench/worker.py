@@ -73,8 +73,9 @@ def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torc
 
     records = parts.recorders is not None
     passes = graphs.TIMES + 2 if records else 3  # each batch may have a shape of its own
-    if records and parts.layer_drop is not None:
-        passes *= 1 + max(parts.layer_drop.num_blocks.values())  # and each pattern of blocks a graph
+    drop = parts.layer_drop
+    if records and drop is not None and drop.cfg.gate == "batch":
+        passes += 2 * max(drop.num_blocks.values())  # and each pattern of blocks has a graph
     return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad], passes, records)
 
 

@@ -8,6 +8,10 @@ activations nine times; here it is one, which reads two tensors and writes two. 
 post-norm model uses y twice, for the next branch and as the next residual: it gets y as both results, and the backward
 kernel adds their gradients.
 
+Where blocks work on some of the tokens only (layer_drop.py), `scale`, one number on the device, multiplies what is
+added, and `branch_at` and `y_at` [T] say which row of the branch is a token's, and which row of y, -1: none. The stream
+is that of all tokens, so nobody need gather or scatter between blocks that work on different ones.
+
 The stream is rounded to its dtype first and the rounded values are normalised, as in plain torch: forward, backward
 and the next layer see the same numbers. Everything else is fp32. Mean and variance take two passes over the row, which
 stays in registers; the one-pass formula E[x^2] - mean^2 would lose all digits where the mean is large.
@@ -15,15 +19,16 @@ stays in registers; the one-pass formula E[x^2] - mean^2 would lose all digits w
 Backward, with g = dy * weight and xhat = (stream - mean) * rstd, averages over the row's channels:
 
     dresidual = dstream + (g - mean(g) - xhat * mean(g * xhat)) * rstd        (RMSNorm: no mean(g))
-    dbranch   = dresidual / (1 - p) where the element was kept, else 0        (p = 0: the same tensor)
+    dbranch   = scale * dresidual / (1 - p) where the element was kept, else 0        (neither: the same tensor)
     dweight, dnorm_bias, dbranch_bias = sums over rows of dy * xhat, dy, dbranch
 
 One kernel reads dy, dstream and stream once; post-norm, dstream is the gradient of the second y and is added to dy. Its
 programs walk over the rows and keep the three sums in registers; a second small kernel adds up the programs' sums in a
 fixed order, so results repeat bit for bit.
 
-Shapes: branch, residual, stream, y [T, C], one dtype; weight and biases [C], any float dtype, their gradients in it.
-Saved for backward: stream; stats, fp32, [2, T] (rstd, mean) or [1, T] (RMSNorm: rstd); the dropout key.
+Shapes: residual and stream [T, C]; branch and y the same, or [rows, C] with `branch_at` and `y_at`; all of one dtype;
+weight and biases [C], any float dtype, their gradients in it. Saved for backward: stream; stats, fp32, [2, rows of y]
+(rstd, mean) or [1, rows of y] (RMSNorm: rstd); the dropout key, scale and places.
 Error: outputs and gradients are at most twice as far from fp64 as those of plain torch that works in fp32 between the
 rounded tensors.
 """
@@ -43,12 +48,28 @@ from stretto.ops.sums import launch_sums
 MAX_WIDTH = 16384  # a row, and in backward three sums as wide, must fit into the registers of one program
 
 
-def add_ref(branch: Tensor, residual: Tensor, branch_bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
+def add_ref(
+    branch: Tensor,
+    residual: Tensor,
+    branch_bias: Tensor | None,
+    p: float,
+    key: Tensor | None,
+    scale: Tensor | None = None,
+    branch_at: Tensor | None = None,
+) -> Tensor:
     """The stream."""
     branch = wide(branch) if branch_bias is None else wide(branch) + branch_bias
     if key is not None:
         branch = dropout_ref(branch, p, key)
+    branch = branch if scale is None else scale * branch
+    if branch_at is not None:
+        branch = torch.zeros_like(residual, dtype=branch.dtype).index_copy(0, find_tokens(branch_at), branch)
     return (wide(residual) + branch).to(residual.dtype)
+
+
+def find_tokens(at: Tensor) -> Tensor:
+    """Which tokens have a row, in the order of rows, given the row of each token, or -1."""
+    return (at >= 0).nonzero().flatten()
 
 
 def stats_ref(x: Tensor, eps: float, rms: bool) -> Tensor:
@@ -80,10 +101,13 @@ def add_norm_ref(
     rms: bool,
     p: float,
     key: Tensor | None,
+    scale: Tensor | None = None,
+    branch_at: Tensor | None = None,
+    y_at: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y and stream; the definition of correct."""
-    stream = add_ref(branch, residual, branch_bias, p, key)
-    return norm_ref(stream, weight, norm_bias, eps, rms), stream
+    stream = add_ref(branch, residual, branch_bias, p, key, scale, branch_at)
+    return norm_ref(stream if y_at is None else stream[find_tokens(y_at)], weight, norm_bias, eps, rms), stream
 
 
 def norm_backward_ref(
@@ -98,59 +122,49 @@ def norm_backward_ref(
     p: float,
     key: Tensor | None,
     post: bool,
+    scale: Tensor | None,
+    branch_at: Tensor | None,
+    y_at: Tensor | None,
+    branch_rows: int,
 ) -> list[Tensor]:
-    """dresidual; dbranch if there is dropout; then the sums whose dtype is given."""
+    """dresidual; dbranch if it is another tensor; then the sums whose dtype is given."""
     if post and dy is not None and dstream is not None:
         dy, dstream = wide(dy) + dstream, None
     dx = torch.zeros_like(stream, dtype=stats.dtype) if dstream is None else wide(dstream)
     sums = []
     if dy is not None:
-        xhat, g = normalized_ref(stream, stats), wide(dy) * weight
+        tokens = None if y_at is None else find_tokens(y_at)
+        xhat, g = normalized_ref(stream if tokens is None else stream[tokens], stats), wide(dy) * weight
         inner = g - xhat * (g * xhat).mean(1, keepdim=True)
         if len(stats) == 2:
             inner = inner - g.mean(1, keepdim=True)
-        dx = dx + inner * stats[0][:, None]
+        inner = inner * stats[0][:, None]
+        dx = dx + inner if tokens is None else dx.index_add(0, tokens, inner)
         sums = [(weight_dtype, dy * xhat), (norm_bias_dtype, wide(dy))]
-    inputs = [dx] if key is None else [dx, dropout_ref(dx, p, key)]
+    inputs = [dx]
+    if branch_rows:
+        dbranch = dx if branch_at is None else dx[find_tokens(branch_at)]
+        dbranch = dbranch if key is None else dropout_ref(dbranch, p, key)
+        inputs.append(dbranch if scale is None else scale * dbranch)
     sums.append((branch_bias_dtype, inputs[-1]))
-    copies = [stream.new_empty(stream.shape).copy_(d) for d in inputs]  # never an alias of dstream
+    copies = [stream.new_empty(d.shape).copy_(d) for d in inputs]  # never an alias of dstream
     return copies + [terms.sum(0).to(dtype) for dtype, terms in sums if dtype is not None]
 
 
 @jit
-def _norm_kernel(
-    branch_ptr,  # None: the residual is the stream, which is not written
-    residual_ptr,
-    branch_bias_ptr,
-    weight_ptr,
-    norm_bias_ptr,
-    key_ptr,
-    y_ptr,
-    stream_ptr,
-    stats_ptr,
-    rows,
-    cols,
-    branch_stride,
-    residual_stride,
-    eps,
-    P: tl.constexpr,
-    RMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    col = tl.arange(0, BLOCK)
-    inside = col < cols
-    x = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
-    if branch_ptr is not None:
-        branch = tl.load(branch_ptr + row * branch_stride + col, mask=inside, other=0.0).to(tl.float32)
-        if branch_bias_ptr is not None:
-            branch += tl.load(branch_bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
-        if P > 0:
-            first, second = row_words(key_ptr, row)
-            branch = tl.where(keeps(first, second, col, P), branch * (1 / (1 - P)), 0.0)
-        stream = (x + branch).to(stream_ptr.dtype.element_ty)
-        tl.store(stream_ptr + row * cols + col, stream, mask=inside)
-        x = stream.to(tl.float32)
+def _find_row(at_ptr, token, inside):
+    """Where the token's row is, and which of its elements there are."""
+    at, mask = token, inside
+    if at_ptr is not None:
+        at = tl.load(at_ptr + token).to(tl.int64)
+        mask = inside & (at >= 0)
+    return at, mask
+
+
+@jit
+def _write_norm(
+    x, row, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, rows, cols, eps, RMS: tl.constexpr
+):  # fmt: skip
     if not RMS:
         mean = tl.div_rn(tl.sum(x, 0), tl.cast(cols, tl.float32))  # an error here shifts the whole row
         tl.store(stats_ptr + rows + row, mean)
@@ -164,6 +178,54 @@ def _norm_kernel(
 
 
 @jit
+def _norm_kernel(
+    branch_ptr,  # None: the residual is the stream, which is not written
+    residual_ptr,
+    branch_bias_ptr,
+    weight_ptr,
+    norm_bias_ptr,
+    key_ptr,
+    scale_ptr,
+    branch_at_ptr,
+    y_at_ptr,
+    y_ptr,
+    stream_ptr,
+    stats_ptr,
+    y_rows,
+    cols,
+    branch_stride,
+    residual_stride,
+    eps,
+    P: tl.constexpr,
+    RMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, BLOCK)
+    inside = col < cols
+    x = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
+    if branch_ptr is not None:
+        at, mask = _find_row(branch_at_ptr, row, inside)
+        branch = tl.load(branch_ptr + at * branch_stride + col, mask=mask, other=0.0).to(tl.float32)
+        if branch_bias_ptr is not None:
+            branch += tl.load(branch_bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        if P > 0:
+            first, second = row_words(key_ptr, at)
+            branch = tl.where(keeps(first, second, col, P), branch * (1 / (1 - P)), 0.0)
+        if scale_ptr is not None:
+            branch *= tl.load(scale_ptr)
+        stream = (x + branch).to(stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + row * cols + col, stream, mask=inside)
+        x = stream.to(tl.float32)
+    if y_at_ptr is None:
+        _write_norm(x, row, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, y_rows, cols, eps, RMS)
+    else:
+        at = tl.load(y_at_ptr + row).to(tl.int64)
+        if at >= 0:
+            _write_norm(x, at, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, y_rows, cols, eps, RMS)
+
+
+@jit
 def _norm_backward_kernel(
     dy_ptr,  # None: y was not used
     dstream_ptr,  # None: stream was not used
@@ -171,10 +233,14 @@ def _norm_backward_kernel(
     stats_ptr,
     weight_ptr,
     key_ptr,
+    scale_ptr,
+    branch_at_ptr,
+    y_at_ptr,
     dresidual_ptr,
-    dbranch_ptr,  # None: nothing was dropped, dresidual serves as both
+    dbranch_ptr,  # None: dresidual serves as both
     sums_ptr,  # [programs, the sums asked for, cols]
     rows,
+    y_rows,
     cols,
     dy_stride,
     dstream_stride,
@@ -200,17 +266,18 @@ def _norm_backward_kernel(
         row = tl.cast(i, tl.int64)
         dx = tl.zeros([BLOCK], tl.float32)
         if dy_ptr is not None:
-            dy = tl.load(dy_ptr + row * dy_stride + col, mask=inside, other=0.0).to(tl.float32)
+            at, mask = _find_row(y_at_ptr, row, inside)
+            dy = tl.load(dy_ptr + at * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
             if POST:
                 dy += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
-            xhat = tl.load(stream_ptr + row * stream_stride + col, mask=inside, other=0.0).to(tl.float32)
-            rstd = tl.load(stats_ptr + row)
+            xhat = tl.load(stream_ptr + row * stream_stride + col, mask=mask, other=0.0).to(tl.float32)
+            rstd = tl.load(stats_ptr + at, mask=at >= 0, other=0.0)
             g = dy * weight
             if RMS:
                 xhat *= rstd
                 dx = (g - xhat * (tl.sum(g * xhat, 0) / cols)) * rstd
             else:
-                xhat = (xhat - tl.load(stats_ptr + rows + row)) * rstd
+                xhat = (xhat - tl.load(stats_ptr + y_rows + at, mask=at >= 0, other=0.0)) * rstd
                 # both sums in one reduction: the warps wait for each other once a row, not twice
                 mean_gx, mean_g = tl.split(tl.sum(tl.join(g * xhat, g), 0) / cols)
                 dx = (g - mean_g - xhat * mean_gx) * rstd
@@ -222,9 +289,14 @@ def _norm_backward_kernel(
             dx += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(dresidual_ptr + row * cols + col, dx.to(dresidual_ptr.dtype.element_ty), mask=inside)
         if dbranch_ptr is not None:
-            first, second = row_words(key_ptr, row)
-            dx = tl.where(keeps(first, second, col, P), dx * (1 / (1 - P)), 0.0)
-            tl.store(dbranch_ptr + row * cols + col, dx.to(dbranch_ptr.dtype.element_ty), mask=inside)
+            at, mask = _find_row(branch_at_ptr, row, inside)
+            if P > 0:
+                first, second = row_words(key_ptr, at)
+                dx = tl.where(keeps(first, second, col, P), dx * (1 / (1 - P)), 0.0)
+            if scale_ptr is not None:
+                dx *= tl.load(scale_ptr)
+            dx = tl.where(mask, dx, 0.0)
+            tl.store(dbranch_ptr + at * cols + col, dx.to(dbranch_ptr.dtype.element_ty), mask=mask)
         if DBRANCH_BIAS:
             dbranch_bias += dx
     sums_ptr += program.to(tl.int64) * (DWEIGHT + DNORM_BIAS + DBRANCH_BIAS) * cols + col
@@ -236,11 +308,11 @@ def _norm_backward_kernel(
         tl.store(sums_ptr + (DWEIGHT + DNORM_BIAS) * cols, dbranch_bias, mask=inside)
 
 
-def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
+def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool, y_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """y, stream, stats. Without a branch the residual is the stream; an op may not return it, so `stream` is empty."""
     rows, cols = residual.shape
-    stats = residual.new_empty(1 if rms else 2, rows, dtype=wide_dtype(residual.dtype))
-    return residual.new_empty(rows, cols), residual.new_empty(0 if branch is None else rows, cols), stats
+    stats = residual.new_empty(1 if rms else 2, y_rows, dtype=wide_dtype(residual.dtype))
+    return residual.new_empty(y_rows, cols), residual.new_empty(0 if branch is None else rows, cols), stats
 
 
 def launch_add_norm(
@@ -254,8 +326,12 @@ def launch_add_norm(
     p: float,
     key: Tensor | None,
     post: bool,
+    scale: Tensor | None,
+    branch_at: Tensor | None,
+    y_at: Tensor | None,
+    y_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, stream, stats = new_outputs(branch, residual, rms)
+    y, stream, stats = new_outputs(branch, residual, rms, y_rows)
     branch, residual, (rows, cols) = dense_rows(branch), dense_rows(residual), residual.shape
     if rows:
         # A program has one row, a warp 1024 channels, a thread 32: four 16-byte loads of each bf16 tensor in flight,
@@ -268,10 +344,13 @@ def launch_add_norm(
             dense_rows(weight),
             dense_rows(norm_bias),
             key,
+            scale,
+            branch_at,
+            y_at,
             y,
             stream,
             stats,
-            rows,
+            y_rows,
             cols,
             0 if branch is None else branch.stride(0),
             residual.stride(0),
@@ -296,8 +375,12 @@ def launch_norm_backward(
     p: float,
     key: Tensor | None,
     post: bool,
+    scale: Tensor | None,
+    branch_at: Tensor | None,
+    y_at: Tensor | None,
+    branch_rows: int,
 ) -> list[Tensor]:
-    inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, key)
+    inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, branch_rows)
     dy, dstream, stream, (rows, cols) = dense_rows(dy), dense_rows(dstream), dense_rows(stream), stream.shape
     if rows == 0:
         return inputs + [total.zero_() for total in sums]
@@ -317,10 +400,14 @@ def launch_norm_backward(
         stats,
         dense_rows(weight),
         key,
+        scale,
+        branch_at,
+        y_at,
         inputs[0],
         inputs[1] if len(inputs) == 2 else None,
         partial,
         rows,
+        stats.shape[1],
         cols,
         0 if dy is None else dy.stride(0),
         0 if dstream is None else dstream.stride(0),
@@ -344,11 +431,12 @@ def new_gradients(
     weight_dtype: torch.dtype | None,
     norm_bias_dtype: torch.dtype | None,
     branch_bias_dtype: torch.dtype | None,
-    key: Tensor | None,
+    branch_rows: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of the activations, and of the parameters."""
+    """Of the activations, and of the parameters. `branch_rows`: 0 where the branch's gradient is the residual's."""
     dtypes = [dtype for dtype in (weight_dtype, norm_bias_dtype, branch_bias_dtype) if dtype is not None]
-    inputs = [stream.new_empty(stream.shape) for _ in range(1 if key is None else 2)]
+    inputs = [stream.new_empty(rows, stream.shape[1]) for rows in (len(stream), branch_rows)]
+    inputs = inputs if branch_rows else inputs[:1]
     return inputs, [stream.new_empty(stream.shape[1], dtype=dtype) for dtype in dtypes]
 
 
@@ -364,13 +452,19 @@ def _add_norm(
     p: float,
     key: Tensor | None,
     post: bool,
+    scale: Tensor | None,
+    branch_at: Tensor | None,
+    y_at: Tensor | None,
+    y_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, stream (see `new_outputs`), stats"""
     if INTERPRET:
-        return launch_add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post)
-    y, stream, stats = new_outputs(branch, residual, rms)
+        places = (scale, branch_at, y_at, y_rows)
+        return launch_add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post, *places)
+    y, stream, stats = new_outputs(branch, residual, rms, y_rows)
     if branch is not None:
-        residual = stream.copy_(add_ref(branch, residual, branch_bias, p, key))
+        residual = stream.copy_(add_ref(branch, residual, branch_bias, p, key, scale, branch_at))
+    residual = residual if y_at is None else residual[find_tokens(y_at)]
     return y.copy_(norm_ref(residual, weight, norm_bias, eps, rms)), stream, stats.copy_(stats_ref(residual, eps, rms))
 
 
@@ -378,19 +472,8 @@ _add_norm.register_kernel("cuda")(launch_add_norm)
 
 
 @_add_norm.register_fake
-def _(
-    branch: Tensor | None,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return new_outputs(branch, residual, rms)
+def _(branch: Tensor | None, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return new_outputs(branch, residual, others[4], others[-1])
 
 
 @define("norm_backward", "cpu")
@@ -406,37 +489,33 @@ def _norm_backward(
     p: float,
     key: Tensor | None,
     post: bool,
+    scale: Tensor | None,
+    branch_at: Tensor | None,
+    y_at: Tensor | None,
+    branch_rows: int,
 ) -> list[Tensor]:
     run = launch_norm_backward if INTERPRET else norm_backward_ref
-    return run(dy, dstream, stream, stats, weight, weight_dtype, norm_bias_dtype, branch_bias_dtype, p, key, post)
+    kept, places = (dy, dstream, stream, stats, weight), (scale, branch_at, y_at)
+    return run(*kept, weight_dtype, norm_bias_dtype, branch_bias_dtype, p, key, post, *places, branch_rows)
 
 
 _norm_backward.register_kernel("cuda")(launch_norm_backward)
 
 
 @_norm_backward.register_fake
-def _(
-    dy: Tensor | None,
-    dstream: Tensor | None,
-    stream: Tensor,
-    stats: Tensor,
-    weight: Tensor,
-    weight_dtype: torch.dtype | None,
-    norm_bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> list[Tensor]:
-    inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, key)
+def _(dy: Tensor | None, dstream: Tensor | None, stream: Tensor, *others: Any) -> list[Tensor]:
+    weight_dtype, norm_bias_dtype, branch_bias_dtype = others[2:5]
+    inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, others[-1])
     return inputs + sums
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    branch, residual, branch_bias, weight, norm_bias, _, _, ctx.p, key, ctx.post = inputs
+    branch, residual, branch_bias, weight, norm_bias, _, _, ctx.p, key, ctx.post, scale, branch_at, y_at, _ = inputs
     _, stream, stats = output
-    ctx.save_for_backward(residual if branch is None else stream, stats, weight, key)
+    ctx.save_for_backward(residual if branch is None else stream, stats, weight, key, scale, branch_at, y_at)
     ctx.dtypes = [None if t is None else t.dtype for t in (weight, norm_bias, branch_bias)]
+    same = branch is None or (key is None and scale is None and branch_at is None)
+    ctx.branch_rows = 0 if same else len(branch)
     ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
     ctx.set_materialize_grads(False)  # a result that nobody used has gradient None, and costs nothing
 
@@ -445,16 +524,17 @@ def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> t
     if ctx.post and dy is None:
         dy, dstream = dstream, None
     if dy is None and dstream is None:
-        return (None,) * 10
-    stream, stats, weight, key = ctx.saved_tensors
+        return (None,) * 14
+    stream, stats, weight, key, *places = ctx.saved_tensors
     for_branch, _, for_branch_bias, for_weight, for_norm_bias, *_ = ctx.needs_input_grad
     wanted = (for_weight and dy is not None, for_norm_bias and dy is not None, for_branch_bias)
     dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
-    gradients = iter(_norm_backward(dy, dstream, stream, stats, weight, *dtypes, ctx.p, key, ctx.post))
+    rest = (ctx.p, key, ctx.post, *places, ctx.branch_rows)
+    gradients = iter(_norm_backward(dy, dstream, stream, stats, weight, *dtypes, *rest))
     dresidual = next(gradients)
-    dbranch = dresidual if key is None else next(gradients)
+    dbranch = next(gradients) if ctx.branch_rows else dresidual
     dweight, dnorm_bias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
-    return dbranch if for_branch else None, dresidual, dbranch_bias, dweight, dnorm_bias, *(None,) * 5
+    return dbranch if for_branch else None, dresidual, dbranch_bias, dweight, dnorm_bias, *(None,) * 9
 
 
 _add_norm.register_autograd(_backward, setup_context=_save)
@@ -484,15 +564,24 @@ def add_norm(
     p: float,
     key: Tensor | None,
     post: bool = False,
+    scale: Tensor | None = None,
+    branch_at: Tensor | None = None,
+    y_at: Tensor | None = None,
+    y_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """y, the norm of stream = residual + dropout(branch + branch_bias), and what the next branch is added to: the
-    stream, or with `post` y. Both [T, C]. Without a branch the residual is the stream."""
-    if branch is None:
-        if branch_bias is not None:
-            raise ValueError("add_norm takes a branch_bias only with a branch")
-        y = norm(residual, weight, norm_bias, eps, rms)
-        return y, y if post else residual
-    if branch.shape != residual.shape or branch.dtype != residual.dtype:
+    """y, the norm of stream = residual + scale * dropout(branch + branch_bias), and what the next branch is added to:
+    the stream, or with `post` y. Both [T, C]. Without a branch the residual is the stream. `branch_at`: the branch has
+    rows for some tokens only; `y_at`: so has y, `y_rows` of them. No gradient for `scale`."""
+    if branch is None and (branch_bias is not None or scale is not None or branch_at is not None):
+        raise ValueError("add_norm takes a branch_bias, a scale or branch_at only with a branch")
+    if post and (branch_at is not None or y_at is not None):
+        raise ValueError("add_norm with post takes branches of all tokens only")
+    for at in (branch_at, y_at):
+        if at is not None and (at.shape != residual.shape[:1] or at.dtype != torch.int32):
+            raise ValueError(f"add_norm takes places [{len(residual)}], int32, not {list(at.shape)}, {at.dtype}")
+    if branch is not None and (
+        branch.dtype != residual.dtype or (branch_at is None and branch.shape != residual.shape)
+    ):
         raise ValueError(
             "add_norm takes branch and residual of one shape and dtype, "
             f"not {list(branch.shape)} {branch.dtype} and {list(residual.shape)} {residual.dtype}"
@@ -500,15 +589,19 @@ def add_norm(
     if not 0 <= p < 1 or (p > 0 and (key is None or key.shape != (2,))):
         raise ValueError(f"add_norm takes 0 <= p < 1, and a key [2] with p > 0, not p = {p} and key = {key}")
     check_width(residual, branch_bias, weight, norm_bias)
-    key = key if p > 0 else None
-    y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post)
+    key = key if p > 0 and branch is not None else None
+    p = p if key is not None else 0.0
+    places = (scale, branch_at, y_at, len(residual) if y_at is None else y_rows)
+    y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post, *places)
+    if branch is None:
+        return y, y if post else residual
     return y, Again.apply(y, stream) if post else stream
 
 
 def norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """LayerNorm or RMSNorm of x [T, C]."""
     check_width(x, weight, norm_bias)
-    y, _, _ = _add_norm(None, x, None, weight, norm_bias, eps, rms, 0.0, None, False)
+    y, _, _ = _add_norm(None, x, None, weight, norm_bias, eps, rms, 0.0, None, False, None, None, None, len(x))
     return y
 
 

@@ -167,8 +167,10 @@ def select(layout: Layout, rows: Tensor) -> Subset:
     begins, lengths = layout.offsets[:-1][rows], layout.offsets.diff()[rows]
     offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     tokens = torch.repeat_interleave(begins - offsets[:-1], lengths) + torch.arange(int(offsets[-1]))
+    places = torch.full((int(layout.offsets[-1]),), -1, dtype=torch.int32)
+    places[tokens] = torch.arange(len(tokens), dtype=torch.int32)
     if layout.dense:
         real = None if layout.lengths is None else layout.lengths[rows]
-        return Subset(tokens, dense_layout(len(rows), layout.max_len, real))
+        return Subset(tokens, places, dense_layout(len(rows), layout.max_len, real))
     num_real = None if layout.num_real is None else (tokens < layout.num_real).sum()
-    return Subset(tokens, replace(layout, offsets=offsets, num_real=num_real))
+    return Subset(tokens, places, replace(layout, offsets=offsets, num_real=num_real))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.ops.checks import (
 
 KEY = torch.tensor([0x0FEDCBA987654321, 99], device=DEVICE)
 EPS = 1e-5
+ALL = (None, None, None)  # no scale, and every token has a row
 Call = Callable[..., Any]
 
 
@@ -99,6 +101,39 @@ def test_post_norm_gets_y_twice(used: tuple[int, ...]) -> None:
         assert_parity(fused, plain, tensors(5, 40), dtype)
     if len(used) == 2:
         assert_compiles(fused, tensors(3, 20))
+
+
+def places(tokens: list[int] | None) -> Tensor | None:
+    """The row of each of 7 tokens; None: all have one."""
+    if tokens is None:
+        return None
+    at = torch.full((7,), -1, dtype=torch.int32, device=DEVICE)
+    at[tokens] = torch.arange(len(tokens), dtype=torch.int32, device=DEVICE)
+    return at
+
+
+@pytest.mark.parametrize(
+    ("branch", "y"), [(None, [0, 2, 6]), ([1, 4], None), ([1, 4, 5], [1, 4, 5]), ([0, 3, 6], [2, 3, 4]), ([2, 5], [0])]
+)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_branches_and_results_of_some_tokens(branch: list[int] | None, y: list[int] | None, p: float) -> None:
+    some = {"scale": torch.tensor(1.7, device=DEVICE), "branch_at": places(branch), "y_at": places(y)}
+    given = tensors(7, 40)
+    given[0] = given[0] if branch is None else given[0][: len(branch)]
+    for rms in (False, True):
+        fused = call(partial(add_norm, **some, y_rows=0 if y is None else len(y)), rms, p, norm_bias=not rms)
+        plain = call(partial(add_norm_ref, **some), rms, p, norm_bias=not rms)
+        for dtype in DTYPES:
+            assert_parity(fused, plain, given, dtype)
+        for which in (0, 1):
+            assert_parity(only(fused, which), only(plain, which), given, torch.float32)
+        if branch == [0, 3, 6] and p > 0:
+            assert_compiles(fused, given)
+    if y is not None:  # nothing is added yet
+        x, weight, shift = given[1], *given[3:]
+        got, stream = add_norm(None, x, None, weight, shift, EPS, False, p, KEY, y_at=some["y_at"], y_rows=len(y))
+        assert stream is x
+        torch.testing.assert_close(got, norm(x[y], weight, shift, EPS, False))
 
 
 @pytest.mark.parametrize("rms", [False, True])
@@ -185,16 +220,23 @@ def test_op(rms: bool, p: float) -> None:
     key = KEY if p > 0 else None
     branch, residual, branch_bias, weight, shift = (t.requires_grad_() for t in tensors(3, 20))
     for post in (False, True):
-        assert_op(family._add_norm.overload, (branch, residual, branch_bias, weight, shift, EPS, rms, p, key, post))
+        assert_op(
+            family._add_norm.overload, (branch, residual, branch_bias, weight, shift, EPS, rms, p, key, post, *ALL, 3)
+        )
     turned = [rand(20, 3, seed=seed).t().requires_grad_() for seed in (1, 2)]
-    assert_op(family._add_norm.overload, (*turned, None, weight, None, EPS, rms, p, key, False))
-    assert_op(family._add_norm.overload, (None, residual, None, weight, shift, EPS, rms, 0.0, None, False))
-    _, stream, stats = (t.detach() for t in family._add_norm(*turned, None, weight, None, EPS, rms, p, key, False))
+    assert_op(family._add_norm.overload, (*turned, None, weight, None, EPS, rms, p, key, False, *ALL, 3))
+    assert_op(family._add_norm.overload, (None, residual, None, weight, shift, EPS, rms, 0.0, None, False, *ALL, 3))
+    some = (torch.tensor(2.0, device=DEVICE), places([0, 2])[:3], places([1])[:3])
+    parts = (branch.detach()[:2].requires_grad_(), residual, branch_bias, weight, shift, EPS, rms, p, key, False)
+    assert_op(family._add_norm.overload, (*parts, *some, 1))
+    _, stream, stats = (
+        t.detach() for t in family._add_norm(*turned, None, weight, None, EPS, rms, p, key, False, *ALL, 3)
+    )
     saved, dtypes = (stream, stats, weight.detach()), (torch.float32, torch.bfloat16, None)
     for dy, dstream in ((stream, stream.t().contiguous().t()), (stream, None), (None, stream)):
         assert_op(
             family._norm_backward.overload,
-            (dy, dstream, *saved, *(dtypes if dy is not None else (None,) * 3), p, key, False),
+            (dy, dstream, *saved, *(dtypes if dy is not None else (None,) * 3), p, key, False, *ALL, 3 if p else 0),
         )
 
 
@@ -286,8 +328,8 @@ def drop_dstream(dy: Tensor, dstream: Tensor, *rest: Any) -> tuple[Any, ...]:
 
 
 def drop_other_elements(*args: Any) -> tuple[Any, ...]:
-    *rest, key, post = args
-    return *rest, key.flip(0), post
+    key = args[9]
+    return *args[:9], key.flip(0), *args[10:]
 
 
 def ignore_the_mean(dy: Tensor, dstream: Tensor, stream: Tensor, stats: Tensor, *rest: Any) -> tuple[Any, ...]:
