@@ -60,8 +60,8 @@ def attention(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
         )
         return out, None
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, _let_go(value, key)))
-    out = attend(q, k, v, queries, keys, causal, dropout, bias, scale=scaling)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = attend(q, k, _let_go(v, k), queries, keys, causal, dropout, bias, scale=scaling)
     return out.view(rows, length, *out.shape[1:]), None
 
 
@@ -70,9 +70,7 @@ def _let_go(value: Tensor, key: Tensor) -> Tensor:
     pass; where those were rotated, and are elsewhere, they are better copied."""
     if torch.compiler.is_compiling() or not value.requires_grad:
         return value
-    storage = value.untyped_storage()
-    alone = storage.data_ptr() != key.untyped_storage().data_ptr() and storage.nbytes() > value.nbytes
-    return value.clone() if alone else value
+    return value if value.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() else value.contiguous()
 
 
 def build_mask(*args: Any, **kwargs: Any) -> Tensor | None:
