@@ -266,11 +266,10 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = 0  # steps; 0: only at the end and when stopped
-    keep: int = 2  # how many of the newest to keep, besides the best
+    keep: int = 2  # how many of the newest to keep, besides the best; 0: none is ever written, and nothing resumes
 
     def __post_init__(self) -> None:
-        _require_not_negative("checkpoint", self, "every")
-        _require_positive("checkpoint", self, "keep")
+        _require_not_negative("checkpoint", self, "every", "keep")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ without graphs.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -45,6 +46,7 @@ class Memory:
     def __init__(self) -> None:
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.exists = False  # it is made by the first recording
+        self.seconds = 0.0  # that recordings have taken
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -66,10 +68,13 @@ class Memory:
 
     @contextmanager
     def recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        torch.cuda.synchronize()  # as the recording would: what it waits for is not its own time
+        begin = time.perf_counter()
         # Other threads go on meanwhile: one brings the next batches to the device.
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
             yield
         self.exists = True
+        self.seconds += time.perf_counter() - begin
 
 
 class Recorder:

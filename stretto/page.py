@@ -24,7 +24,7 @@ from stretto.config import dump_config
 from stretto.generate import sample
 from stretto.model import Decoder
 from stretto.report import EVENTS, read_events
-from stretto.trained import load_trained
+from stretto.trained import load_run_config, load_trained
 
 PAGE = "report.html"
 MOST_POINTS = 2000
@@ -84,6 +84,9 @@ $sections
 
 def write_report(folder: Path, device: torch.device) -> Path:
     """The page of a trained run, with a sample from the model where it is one that writes."""
+    config = load_run_config(folder)
+    if config.checkpoint.keep == 0:  # there is no model
+        return write_page(folder, dump_config(config))
     trained = load_trained(folder, device)
     text = sample(trained, trained.config.train.sample) if isinstance(trained.model, Decoder) else ""
     return write_page(folder, dump_config(trained.config), text)

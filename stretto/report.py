@@ -139,7 +139,7 @@ class Meter:
 
     def __init__(self, device: torch.device, world: int) -> None:
         self.device, self.peak = device, peak_flops(device) * world
-        self.total_seconds = self.seconds_per_step = 0.0
+        self.total_seconds = self.seconds_per_step = self.recording_seconds = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -159,6 +159,7 @@ class Meter:
         values = {
             "tokens_per_s": self.tokens / seconds,
             "padding": self.padding / max(self.slots, 1),
+            "flops_per_s": self.flops / seconds,
             "mfu": self.flops / seconds / self.peak if self.peak else 0.0,
             "memory_gib": memory_gib(self.device),
         }
@@ -166,6 +167,11 @@ class Meter:
         self.seconds_per_step = seconds / max(self.steps, 1)
         self.restart()
         return values
+
+    def leave_out_recording(self, seconds: float) -> None:
+        """CUDA graphs have so far taken so long to record, once for all later steps."""
+        self.since += seconds - self.recording_seconds
+        self.recording_seconds = seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:

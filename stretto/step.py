@@ -137,10 +137,10 @@ class Recorders:
     def __init__(self, parts: Trainable) -> None:
         optimizer = parts.optimizer
         assert isinstance(optimizer, FlatAdamW)
-        memory = Memory()
-        self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, memory)
-        self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, memory)
-        self.update = Recorder(lambda: (update(parts),), optimizer.recording, memory)
+        self.memory = Memory()
+        self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, self.memory)
+        self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, self.memory)
+        self.update = Recorder(lambda: (update(parts),), optimizer.recording, self.memory)
         self.theta: float | None = None
 
     def prepare_for(self, batch: Batch) -> None:

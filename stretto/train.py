@@ -115,7 +115,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
         device=rt.device,
         clip=config.optim.clip,
         seed=config.run.seed,
-        layer_drop=None if drop is None else _build_layer_drop(drop, config, model, roles["stack"]),
+        layer_drop=None if drop is None else build_layer_drop(drop, config, model),
         may_record=may_record,
         pressure=find_pressure(model),
         gradients=gradients,
@@ -125,8 +125,8 @@ def build(config: Config, rt: Runtime) -> Trainable:
     return parts
 
 
-def _build_layer_drop(cfg: LayerDropConfig, config: Config, model: Model, stacks: list[str]) -> LayerDrop:
-    num_blocks = {name: len(model.get_submodule(name).blocks) for name in stacks}  # type: ignore[arg-type]
+def build_layer_drop(cfg: LayerDropConfig, config: Config, model: Model) -> LayerDrop:
+    num_blocks = {name: len(model.get_submodule(name).blocks) for name in sites(model)["stack"]}  # type: ignore[arg-type]
     return LayerDrop(cfg, num_blocks, config.run.seed, config.train.steps, tokens_per_sample(config.model))
 
 
@@ -155,6 +155,8 @@ def run_loop(run: Run, report: Report) -> None:
             loss_sum, grad_norm = run_step(parts, batches, labels, rt.world)
         run.step, run.tokens = step + 1, run.tokens + tokens
         meter.add(tokens, slots, padding, flops)
+        if parts.recorders is not None:
+            meter.leave_out_recording(parts.recorders.memory.seconds)
         report.advance(run.step)
         if run.step == 1 or _due(cfg.log_every, run):
             cancelled = parts.guard.check(run.step)
@@ -168,11 +170,12 @@ def run_loop(run: Run, report: Report) -> None:
             if better or stop or _due(run.config.checkpoint.every, run):
                 save(run)
         if stop and run.step < total:
-            raise Preempted(
-                f"stopped after step {run.step} of {total}; the same command with --resume goes on from there"
-            )
+            way = "the same command with --resume goes on from there"
+            kept = way if run.config.checkpoint.keep else "nothing was saved, since checkpoint.keep = 0"
+            raise Preempted(f"stopped after step {run.step} of {total}; {kept}")
     if first < total:
-        report.event(finished={"steps": total, "seconds": round(meter.total_seconds, 3)})
+        seconds = {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
+        report.event(finished={"steps": total} | seconds)
 
 
 def evaluate_now(run: Run, report: Report) -> bool:
@@ -187,6 +190,8 @@ def evaluate_now(run: Run, report: Report) -> bool:
 
 def save(run: Run) -> None:
     run.parts.guard.check(run.step)
+    if not run.config.checkpoint.keep:
+        return
     state = {
         "step": run.step,
         "tokens": run.tokens,

@@ -41,7 +41,7 @@ from stretto.recipes import find_recipe, list_recipes
         ({"techniques": {"fusion": True}}, ["techniques.fusion", "'fused'"]),
         ({"techniques": {"fused": 3}}, ["techniques.fused", "[techniques.fused]"]),
         ({"techniques": {"fused": {"weights": "int4"}}}, ["techniques.fused.weights", "'split'"]),
-        ({"checkpoint": {"keep": 0}}, ["checkpoint.keep"]),
+        ({"checkpoint": {"keep": -1}}, ["checkpoint.keep"]),
         ({"optim": {"clip": -1.0}}, ["optim.clip", "negative"]),
         ({"optim": {"lr": -1.0}}, ["optim.lr", "positive"]),
         ({"optim": {"min_lr": -5.0}}, ["optim.min_lr"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import stretto.train
 from stretto import checkpoint
 from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, NonFiniteError, Preempted
-from stretto.report import read_events
+from stretto.report import Meter, read_events
 from stretto.train import train
 from tests.conftest import MakeConfig
 
@@ -221,11 +222,45 @@ def test_loss_falls_and_the_run_folder_is_complete(make_config: MakeConfig) -> N
     for line in (folder / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if "loss" in event:
-            assert event["tokens_per_s"] > 0 and {"step", "lr", "grad_norm", "padding", "mfu", "memory_gib"} <= set(
-                event
-            )
+            assert event["tokens_per_s"] > 0 and event["flops_per_s"] > 0
+            assert {"step", "lr", "grad_norm", "padding", "mfu", "memory_gib"} <= set(event)
     scores = {event["eval_loss"]: event["step"] for event in read_events(folder) if "eval_loss" in event}
     assert checkpoint.find_best(folder / "checkpoints") == scores[min(scores)]
+
+
+def test_a_run_that_keeps_no_checkpoint_writes_none(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(checkpoint__keep=0, checkpoint__every=1, train__eval_every=2)
+    folder = train(config)
+    assert not (folder / "checkpoints").exists() and (folder / "report.html").exists()
+    losses = [event["eval_loss"] for event in read_events(folder) if "eval_loss" in event]
+    assert len(losses) == 3
+
+    run_step = stretto.step.run_step
+
+    def interrupted(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(stretto.train, "run_step", run_step)
+        return run_step(*arguments)
+
+    monkeypatch.setattr(stretto.train, "run_step", interrupted)
+    with pytest.raises(Preempted, match="step 2 of 6; nothing was saved"):
+        train(config)
+    assert not (folder / "checkpoints").exists()
+
+
+def test_the_meter_leaves_recordings_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0, 10.0, 15.0, 15.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    meter = Meter(torch.device("cpu"), world=1)
+    meter.add(80, 80, 0, 800)
+    meter.leave_out_recording(2.0)
+    assert meter.read() | {"memory_gib": 0} == {
+        "tokens_per_s": 10.0, "flops_per_s": 100.0, "padding": 0.0, "mfu": 0.0, "memory_gib": 0,
+    }  # fmt: skip
+    meter.add(80, 80, 0, 800)
+    meter.leave_out_recording(3.0)  # one more second
+    assert meter.read()["tokens_per_s"] == 20.0
+    assert (meter.total_seconds, meter.recording_seconds) == (12.0, 3.0)
 
 
 def test_fp16_and_bf16_train_on_the_cpu_too(make_config: MakeConfig, tmp_path: Path) -> None:
