@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ from stretto.buckets import to_bucket
 from stretto.config import Config, load_config
 from stretto.errors import OutOfMemoryError
 from stretto.flops import tokens_per_sample, training_flops
+from stretto.model import build_model
 from stretto.runtime import Runtime
 from stretto.step import PRECISIONS, resolve_precision, run_step
+
+DRAWN = 32  # steps whose blocks stand for those of all
 
 
 def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, Any]:
@@ -86,12 +90,14 @@ def form(draw: Draw, config: Config) -> Batch:
 
 
 def count_work(config: Config, draws: Sequence[Draw]) -> Work:
-    counts = [count(draw) for draw in draws]
-    return Work(
-        num_batches=len(draws),
-        tokens=sum(c.tokens for c in counts) * tokens_per_sample(config.model),
-        flops=sum(training_flops(config.model, c) for c in counts),
-    )
+    counts, cfg = [count(draw) for draw in draws], config.techniques.layer_drop
+    flops = [training_flops(config.model, c) for c in counts]
+    if cfg is not None:  # of the blocks that work, on average
+        drop = train.build_layer_drop(cfg, config, build_model(config.model))
+        depths = [drop(form(draws[0], config), step, step).depths for step in range(DRAWN)]
+        flops = [fmean(training_flops(config.model, c, one) for one in depths) for c in counts]
+    tokens = sum(c.tokens for c in counts) * tokens_per_sample(config.model)
+    return Work(num_batches=len(draws), tokens=tokens, flops=sum(flops))
 
 
 @contextmanager

@@ -165,6 +165,19 @@ def test_bf16_weights(name: str) -> None:
     assert count_work(config, draws).tokens == 4 * 64
 
 
+def test_work_is_that_of_the_blocks_that_are_not_left_out() -> None:
+    workload = fit_to_device(WORKLOADS["gpt2_small_1x1024"], "cpu")
+    recipe = make_recipe(workload, "stretto") | {"model": workload.model | {"layers": 4}}
+    plain = build_config(recipe)
+    drop = {"schedule": "constant", "theta": 0.5, "index": "text"}  # 1.25 blocks are left out of 4
+    dropping = build_config(recipe | {"techniques": {"layer_drop": drop}})
+    draws = draw_batches(workload, plain.model)
+    whole, left = count_work(plain, draws), count_work(dropping, draws)
+    shallow = count_work(build_config(recipe | {"model": recipe["model"] | {"layers": 3}}), draws)
+    block = whole.flops - shallow.flops
+    assert left.tokens == whole.tokens and whole.flops - left.flops == pytest.approx(1.25 * block, rel=0.15)
+
+
 @pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("split", torch.bfloat16)])
 def test_the_accelerated_one_keeps_its_weights_as_asked(weights: str, dtype: torch.dtype) -> None:
     workload = fit_to_device(WORKLOADS["gpt2_small_1x1024"], "cpu")
