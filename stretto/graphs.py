@@ -15,6 +15,7 @@ without graphs.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -73,8 +74,17 @@ class Memory:
         # Other threads go on meanwhile: one brings the next batches to the device.
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
             yield
-        self.exists = True
         self.seconds += time.perf_counter() - begin
+        if not self.exists:
+            self.exists = True
+            self._keep_pool()
+
+    def _keep_pool(self) -> None:
+        """It would go with the last graph that is forgotten, and could not be used again."""
+        device = torch.cuda.current_device()
+        torch._C._cuda_beginAllocateCurrentStreamToPool(device, self.pool)  # counts as a user, until it is released
+        torch._C._cuda_endAllocateToPool(device, self.pool)
+        weakref.finalize(self, torch._C._cuda_releasePool, device, self.pool).atexit = False
 
 
 class Recorder:

@@ -149,6 +149,13 @@ def test_leaving_out_blocks_trains_bit_for_bit_as_without(
 
 
 @pytest.mark.gpu
+def test_graphs_may_all_be_forgotten(run: Run) -> None:
+    """At another theta. Here nobody else keeps them."""
+    drop = {"techniques__layer_drop": {"theta": 0.3, "gamma": 0.1}, "model__layers": 6, "train__steps": 60}
+    assert_equal(run("off", **drop), run("on", **drop, train__graphs="on"))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("axis", ["token", "channel"])
 def test_networks_without_norms_train_bit_for_bit_as_without(
     run: Run, replays: list[object], tmp_path: Path, axis: str
