@@ -212,6 +212,7 @@ def test_recomputed_blocks_are_pulled_once(fused: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_compiled(fused: bool) -> None:
     """As train.build does it: the whole model, or each block. Without a break in it."""
+    torch.compiler.reset()  # what other tests compiled counts towards its limit
     cfg = KINDS["decoder"]
     batches = [batch_for(cfg), make_longer(cfg)]
     eager, model = (build(cfg, fused=fused, dtype=torch.float32) for _ in range(2))
