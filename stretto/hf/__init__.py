@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.hf.step import Step
-    from stretto.hf.swap import accelerate, report, restore
+    from stretto.hf.swap import accelerate, report, restore, set_step
     from stretto.hf.trainer import Seq2SeqTrainer, Trainer
 
 _MODULES = {
     "accelerate": "swap", "restore": "swap", "report": "swap", "Step": "step", "Trainer": "trainer",
-    "Seq2SeqTrainer": "trainer",
+    "Seq2SeqTrainer": "trainer", "set_step": "swap",
 }  # fmt: skip
-__all__ = ["Seq2SeqTrainer", "Step", "Trainer", "accelerate", "report", "restore"]
+__all__ = ["Seq2SeqTrainer", "Step", "Trainer", "accelerate", "report", "restore", "set_step"]
 
 
 def __getattr__(name: str) -> Any:

@@ -113,6 +113,7 @@ def enter(
     call = Call(
         model,
         outer,
+        labels=labels if outer is None or labels is not None else outer.labels,
         known=known if outer is None or labels is not None else outer.known,
         rectangle=(outer is not None and outer.rectangle)
         or _wants(model, given, "output_hidden_states")

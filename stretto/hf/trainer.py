@@ -5,6 +5,7 @@ What changes, and nothing else does:
     model      goes through `stretto.accelerate`, unless it has been already
     optimizer  where theirs would be torch's AdamW it is FlatAdamW, with the same groups, one launch and clipping inside
                the update; weights in bf16 are then the upper halves of exact fp32 weights
+    schedules  of layer_drop and standardize follow its steps
     logs       tokens_per_second and mfu stand next to the loss
 
 Label smoothing needs no logits either. For it, and for a loss function of the user's, labels are taken out of the batch
@@ -28,7 +29,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from stretto.batch import IGNORE
 from stretto.hf.loss import logits_wanted_for_loss
 from stretto.hf.packing import has_labels_on_padding
-from stretto.hf.swap import accelerate, is_accelerated
+from stretto.hf.swap import accelerate, dropping_of, is_accelerated, set_step
 from stretto.optim import FlatAdamW
 from stretto.runtime import peak_flops
 
@@ -44,6 +45,10 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         model = _accelerate_once(self.model)
         self.meter = Meter(model)
+        if dropping_of(model) is not None and self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = True  # for transformers 4; 5 has handed it on already
+            if self.accelerator.ddp_handler is not None:
+                self.accelerator.ddp_handler.find_unused_parameters = True
         if self.label_smoother is not None:
             self.label_smoother = LeanSmoother(self.label_smoother.epsilon)
 
@@ -85,6 +90,8 @@ class Trainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         self.meter.add(inputs)
+        share, state = 1 / self.current_gradient_accumulation_steps, self.state
+        set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
         return super().training_step(model, inputs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
