@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stretto.config import LayerDropConfig
 from stretto.hf.layers import hands_on
-from stretto.hf.packing import given_arguments, replace_argument
+from stretto.hf.packing import argument_names, given_arguments, replace_argument
 from stretto.hf.pending import compute
 from stretto.hf.roles import Site, Stack, is_norm, quietly
 from stretto.techniques.layer_drop import POST_NORM, LayerDrop, keep_probabilities, level_at
@@ -35,9 +35,8 @@ NEAR = 0.1
 class Gate:
     """What a layer does in this update."""
 
-    others: (
-        tuple[str | None, ...] | None
-    )  # what it gives besides the stream: arguments, by name; None: it gives a tensor
+    names: tuple[str, ...]  # of the layer's arguments
+    others: tuple[str | None, ...] | None  # of those that it gives back besides the stream; None: it gives a tensor
     needed: bool  # it makes something that later layers need
     factor: float | None = None  # of what it adds to the stream; 0: it is left out; None: nobody has said
 
@@ -53,7 +52,7 @@ class SwitchedLayer(nn.Module):
             return super().__call__(*args, **kwargs)
         if gate.factor is None:
             raise ValueError("layer_drop depends on the step: call stretto.hf.set_step(model, step) before each update")
-        given = given_arguments(self, args, kwargs)
+        given = dict(zip(gate.names, args, strict=False)) | kwargs
         x: Tensor = given["hidden_states"]
         if gate.factor == 0.0:
             x = x if hands_on(self) else compute(x)
@@ -181,4 +180,4 @@ def _look(
     names = {id(value): name for name, value in given.items() if value is not None}
     passed = tuple(names.get(id(other)) for other in others)
     needed = any(name is None and other is not None for name, other in zip(passed, others, strict=True))
-    gates.append(Gate(None if isinstance(out, Tensor) else passed, needed))
+    gates.append(Gate(argument_names(layer), None if isinstance(out, Tensor) else passed, needed))

@@ -196,7 +196,8 @@ def set_step(
     steps   how many updates there are, if `accelerate` was not told
     scaler  of the loss, in fp16
     """
-    record = _record(_find_accelerated(model) or model)
+    part = _find_accelerated(model)
+    record = _record(model if part is None else part)
     steps = steps or record.steps
     if record.dropping is not None:
         record.dropping.set_step(step, steps)

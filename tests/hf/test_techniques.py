@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 import transformers as hf
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import stretto
 import stretto.hf
@@ -522,3 +526,35 @@ def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
         assert pattern == factors(expected)
     assert len({str(pattern) for _, pattern, _ in seen}) > 1
     assert trainer.args.ddp_find_unused_parameters
+
+
+def run_rank(rank: int, port: int) -> None:
+    """Each with generators and batches of its own."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    inner, alone = make_both("gpt2"), make_both("gpt2")
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    torch.manual_seed(rank)
+    for step in range(4):
+        model.zero_grad()
+        alone.zero_grad()
+        stretto.hf.set_step(model, step)
+        stretto.hf.set_step(alone, step, share=0.5)
+        model(**draw("gpt2", seed=rank)).loss.backward()
+        for seed in range(2):
+            (alone(**draw("gpt2", seed=seed)).loss / 2).backward()
+        found, expected = (
+            {name: p.grad for name, p in m.named_parameters() if p.grad is not None} for m in (inner, alone)
+        )
+        assert max(errors(found, expected).values()) < 1e-5
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_two_processes() -> None:
+    """They leave out the same layers, which then have no gradient, and learn what one process learns."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_rank, (port,), nprocs=2)
