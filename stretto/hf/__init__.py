@@ -9,7 +9,8 @@
     packing.py    padded batches and packed documents: layers run on the real tokens alone
     attention.py  attention inside the sequences of such a batch, through transformers' own interface
     loss.py       logits that are not computed unless somebody looks at them, and the loss without them
-    swap.py       accelerate, restore, report
+    layer_drop.py, standardize.py  the techniques that change the mathematics, in such a model
+    swap.py       accelerate, restore, report, set_step
     batching.py   batches of few shapes, for a loop of one's own
     step.py       whole updates as CUDA graphs, for a loop of one's own
     trainer.py    transformers' Trainer with all that

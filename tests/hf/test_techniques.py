@@ -25,9 +25,9 @@ from stretto.batch import Counts, shape_of
 from stretto.config import LayerDropConfig, StandardizeConfig
 from stretto.errors import ConfigError
 from stretto.hf.packing import argument_names
-from stretto.hf.step import Step, plan
+from stretto.hf.step import Step, _find_obstacle, plan
 from stretto.hf.swap import dropping_of
-from stretto.hf.trainer import Trainer
+from stretto.hf.trainer import Meter, Trainer
 from stretto.ops.affine import standardization_loss
 from stretto.optim import FlatAdamW
 from stretto.techniques.layer_drop import POST_NORM, LayerDrop
@@ -526,6 +526,49 @@ def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
         assert pattern == factors(expected)
     assert len({str(pattern) for _, pattern, _ in seen}) > 1
     assert trainer.args.ddp_find_unused_parameters
+
+
+def test_the_meter_counts_the_work_that_was_done() -> None:
+    """A model that leaves out all layers of an encoder but the first, and none of the decoder."""
+    model = stretto.accelerate(build_deep("mbart"), layer_drop=HALF)
+    dropping, meter = dropping_of(model), Meter(model)
+    assert dropping is not None
+    for _, gate in dropping.all_gates():
+        gate.factor = 1.0
+    for gate in list(dropping.gates["model.encoder"].values())[1:]:
+        gate.factor = 0.0
+    meter.add(draw("mbart"))
+    matrices = 4 * 32 * 32 + 2 * 32 * 48
+    assert int(meter.left_out) == 3 * matrices * (9 + 3 + 6)
+
+
+def test_what_cannot_be_recorded_is_said() -> None:
+    model = stretto.accelerate(build_deep("gpt2"), layer_drop=HALF | {"sampling": "bernoulli"})
+    assert "'bernoulli' has too many patterns to record" in _find_obstacle(model)
+    assert _find_obstacle(make_both("gpt2")) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", STACKS)
+def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # for the convolution of ViT
+    replays, replay = list[Any](), torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
+    found = []
+    for recorded in (False, True):
+        model = stretto.accelerate(build_deep(family, torch.bfloat16).to("cuda"), **BOTH)
+        step = Step(model, FlatAdamW(model.parameters(), lr=1e-3, weights="split"), clip=1.0)
+        assert step.recorder is not None
+        step.recorder = step.recorder if recorded else None
+        losses = []
+        for i in range(40):
+            torch.manual_seed(i)
+            batch = draw(family, seed=i)
+            losses.append(step({n: t.bfloat16() if t.is_floating_point() else t for n, t in batch.items()}))
+        found.append((torch.stack(losses), [p.clone() for p in model.parameters()]))
+    assert len(replays) > 10 and len(set(replays)) > 1
+    assert torch.equal(found[0][0], found[1][0]), (found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 def run_rank(rank: int, port: int) -> None:
