@@ -32,6 +32,7 @@ from stretto.ops.affine import standardization_loss
 from stretto.optim import FlatAdamW
 from stretto.techniques.layer_drop import POST_NORM, LayerDrop
 from tests.hf.families import _PAIRS, FAMILIES, OLD, RECTANGULAR, Batch, build, draw_batch, errors, learn
+from tests.hf.test_pending import count_sums
 from tests.hf.test_trainer import alone, make
 
 __all__ = ["alone"]  # a fixture: every trainer begins without the last one's state
@@ -181,6 +182,18 @@ def test_what_is_left_out_is_not_called(family: str) -> None:
         assert {key: number > 0 for key, number in calls.items()} == expected
         left_out += list(expected.values()).count(False)
     assert left_out > 1
+
+
+def test_a_stack_gives_a_tensor_though_its_last_layer_is_left_out() -> None:
+    """A sum may wait for the next layer, but there is none."""
+    model = stretto.accelerate(build_deep("gpt2"), layer_drop=HALF)
+    dropping, given = dropping_of(model), []
+    assert dropping is not None
+    for number, (_, gate) in enumerate(dropping.all_gates()):
+        gate.factor = float(number < LAYERS - 1)
+    model.get_submodule("transformer.ln_f").register_forward_pre_hook(lambda _, args: given.append(type(args[0])))
+    learn(model, draw("gpt2", None))
+    assert given == [Tensor]
 
 
 @pytest.mark.parametrize("schedule", ["decay", "raptr", "constant"])
@@ -353,6 +366,20 @@ def test_every_norm_but_those_of_heads_is_replaced() -> None:
     lines = [line for line in str(stretto.hf.report(model)).splitlines() if line.startswith("standardize")]
     assert len(lines) == 4 and sum("another function without it" in line for line in lines) == 3
     assert "cls.predictions.transform.LayerNorm" in lines[-1] and "it is in a head" in lines[-1]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "marian"])
+def test_affines_are_fused_as_norms_are(family: str) -> None:
+    """With the sums before them, too: what a trial finds wrong would be left alone."""
+    sums, lines = [], []
+    for standardize in (False, True):
+        model = stretto.accelerate(build(family), standardize=standardize)
+        stretto.hf.set_step(model, 0)
+        with count_sums() as counted:
+            learn(model, draw_batch(family))
+        sums.append(len(counted))
+        lines.append([line for line in stretto.hf.report(model).lines if line.role != "standardize"])
+    assert lines[0] == lines[1] and sums[0] == sums[1] and (sums[0] > 0 or family == "bert")
 
 
 def test_only_weight_times_normalised_is_replaced() -> None:
