@@ -9,7 +9,8 @@
     packing.py    padded batches and packed documents: layers run on the real tokens alone
     attention.py  attention inside the sequences of such a batch, through transformers' own interface
     loss.py       logits that are not computed unless somebody looks at them, and the loss without them
-    swap.py       accelerate, restore, report
+    layer_drop.py, standardize.py  the techniques that change the mathematics, in such a model
+    swap.py       accelerate, restore, report, set_step
     batching.py   batches of few shapes, for a loop of one's own
     step.py       whole updates as CUDA graphs, for a loop of one's own
     trainer.py    transformers' Trainer with all that
@@ -23,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.hf.step import Step
-    from stretto.hf.swap import accelerate, report, restore
+    from stretto.hf.swap import accelerate, report, restore, set_step
     from stretto.hf.trainer import Seq2SeqTrainer, Trainer
 
 _MODULES = {
     "accelerate": "swap", "restore": "swap", "report": "swap", "Step": "step", "Trainer": "trainer",
-    "Seq2SeqTrainer": "trainer",
+    "Seq2SeqTrainer": "trainer", "set_step": "swap",
 }  # fmt: skip
-__all__ = ["Seq2SeqTrainer", "Step", "Trainer", "accelerate", "report", "restore"]
+__all__ = ["Seq2SeqTrainer", "Step", "Trainer", "accelerate", "report", "restore", "set_step"]
 
 
 def __getattr__(name: str) -> Any:

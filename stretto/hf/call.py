@@ -47,6 +47,7 @@ class Call:
     outer: Call | None
     rectangle: bool  # whether padding must stay
     lazy: bool  # whether logits are wanted for a loss alone (loss.py)
+    labels: Tensor | None = None
     known: Known = NOTHING
     chain: tuple[nn.Module, ...] = ()  # layers whose result the next layer alone reads
     stack: Stack | None = None

@@ -10,6 +10,7 @@ replaces (see swap.py), reads the same parameters and gives the same result up t
     FusedLayer         a layer inside which sums wait for the norm behind them (pending.py)
     FusedLinear        a linear layer whose bias is added by what follows: an activation, or that norm
     FusedActivation    an activation that a layer calls by itself, with the bias before it and the dropout behind it
+    AffineNorm         an affine instead of a norm, and the standardization loss in its gradient: another result
 
 Activations have any leading shape, [..., C]; the kernels see [T, C]. The precision is that of the original: under
 autocast products are in its precision, norms and sums in fp32.
@@ -17,7 +18,8 @@ autocast products are in its precision, norms and sums in fp32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +29,9 @@ from transformers.pytorch_utils import Conv1D
 
 from stretto.hf.call import current_call
 from stretto.hf.pending import Pending, compute, deferring, is_deferring
+from stretto.layers import Pressure
 from stretto.ops.activation import activate
+from stretto.ops.affine import add_affine
 from stretto.ops.dropout import draw_keys
 from stretto.ops.linear import linear, linears
 from stretto.ops.mlp import activate_linear, mlp
@@ -79,8 +83,8 @@ class Fused(nn.Module):
 class FusedNorm(Fused):
     def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if isinstance(x, Pending):
-            parts = norm_parts(self)
-            y = x.normalise(*parts) if norm_dtype(x.dtype, parts[0]) == x.dtype else None
+            same = norm_dtype(x.dtype, self.child("weight")) == x.dtype
+            y = x.normalise(partial(add_normalised, self)) if same else None
             if y is not None:
                 return y
             x = x.compute()
@@ -132,9 +136,7 @@ class FusedResidualNorm(Fused):
         stream = residual.flatten(0, -2)
         branch = linear(x.flatten(0, -2), weight_of(dense))
         dtype = norm_dtype(torch.promote_types(branch.dtype, stream.dtype), norm_module.weight)
-        p, key = self.draw(x)
-        parts = norm_parts(norm_module)
-        y, _ = add_norm(branch.to(dtype), stream.to(dtype), dense.bias, *parts, p, key)
+        y, _ = add_normalised(norm_module, branch.to(dtype), stream.to(dtype), dense.bias, *self.draw(x))
         return y.view(residual.shape)
 
 
@@ -144,14 +146,15 @@ class FusedLayer(nn.Module):
             return super().forward(*args, **kwargs)
         with deferring():
             out = super().forward(*args, **kwargs)
-        if self.hands_on():
+        if hands_on(self):
             return out
         return compute(out) if isinstance(out, Tensor) else tree_map_only(Pending, compute, out)
 
-    def hands_on(self) -> bool:
-        """Whether the next layer of the stack is what reads its result, and nobody else."""
-        call = current_call()
-        return call is not None and self in call.chain and not self._forward_hooks and "forward" not in vars(self)
+
+def hands_on(layer: nn.Module) -> bool:
+    """Whether the next layer of the stack is what reads its result, and nobody else."""
+    call = current_call()
+    return call is not None and layer in call.chain and not layer._forward_hooks and "forward" not in vars(layer)
 
 
 class FusedLinear(nn.Module):
@@ -182,6 +185,58 @@ class FusedActivation(nn.Module):
         return Pending(self, compute(x), None, self.parts.activation)
 
 
+@dataclass(eq=False)
+class Tokens:
+    """Which tokens count of those that some former norms are given."""
+
+    pressure: Pressure
+    affine: bool  # whether the scale and shift of the norm stay
+    real: Tensor | None = None  # bool [T]; None: all of them are
+    weights: dict[int, Tensor] = field(default_factory=dict)  # by the number of rows
+
+    def set_real(self, real: Tensor | None) -> None:
+        self.real, self.weights = real, {}
+
+    def weigh(self, rows: int, device: torch.device) -> Tensor:
+        """[rows], several for each token where heads are normalised: the same for all sites, and computed for one."""
+        if torch.compiler.is_compiling():
+            return self._compute(rows, device)
+        if rows not in self.weights:
+            self.weights[rows] = self._compute(rows, device)
+        return self.weights[rows]
+
+    def _compute(self, rows: int, device: torch.device) -> Tensor:
+        real = torch.ones(rows, dtype=torch.bool, device=device) if self.real is None else self.real
+        if rows % len(real):
+            raise ValueError(f"standardize: {rows} rows where a norm was, but the mask has {len(real)} tokens")
+        return self.pressure.weigh(real.repeat_interleave(rows // len(real)))
+
+
+class AffineNorm(nn.Module):
+    weight: Tensor
+    stretto_tokens: Tokens | None = None  # None: it is an affine and nothing else
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalise(x.flatten(0, -2), self).view(x.shape)
+
+    def add(
+        self, branch: Tensor | None, x: Tensor, branch_bias: Tensor | None, p: float, key: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `add_norm`, of rows [T, C]."""
+        tokens = self.stretto_tokens
+        parts: tuple[Tensor | None, Tensor | None] = (self.weight, getattr(self, "bias", None))
+        if tokens is not None and not tokens.affine:
+            parts = (None, None)
+        if tokens is None or not self.training or not torch.is_grad_enabled():
+            return add_affine(branch, x, branch_bias, *parts, p, key)
+        of, rows = tokens.pressure, tokens.weigh(len(x), x.device)
+        if of.factor is None:
+            raise ValueError(
+                "standardize depends on the step: call stretto.hf.set_step(model, step) before each update"
+            )
+        return add_affine(branch, x, branch_bias, *parts, p, key, False, rows, of.factor, of.stride, of.axis)
+
+
 def expand(x: Tensor, dense: nn.Module, kind: str | None) -> Tensor:
     """act(dense(x)); the bias is added by the activation, but for ReLU, where rounding without it could turn a sign."""
     assert kind is not None
@@ -197,8 +252,18 @@ def project(x: Tensor, dense: nn.Module) -> Tensor:
 
 
 def normalise(x: Tensor, module: nn.Module) -> Tensor:
-    weight, bias, eps, rms = norm_parts(module)
-    return norm(x.to(norm_dtype(x.dtype, weight)), weight, bias, eps, rms)
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    x = x.to(norm_dtype(x.dtype, weight))
+    return module.add(None, x, None, 0.0, None)[0] if isinstance(module, AffineNorm) else norm(x, *norm_parts(module))
+
+
+def add_normalised(
+    module: nn.Module, branch: Tensor, residual: Tensor, branch_bias: Tensor | None, p: float, key: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The module's result for the sum residual + dropout(branch + branch_bias), and the sum."""
+    if isinstance(module, AffineNorm):
+        return module.add(branch, residual, branch_bias, p, key)
+    return add_norm(branch, residual, branch_bias, *norm_parts(module), p, key)
 
 
 def norm_dtype(dtype: torch.dtype, weight: Tensor) -> torch.dtype:

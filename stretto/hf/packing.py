@@ -62,10 +62,6 @@ class Packing:
             x = x.new_zeros(self.rows * self.length, *x.shape[2:]).index_copy(0, self.index, x[0])
         return x.view(self.rows, self.length, *x.shape[-1:])
 
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length if self.index is None else len(self.index)
-
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Of the `forward` of its class, or of the class that one of ours was mixed into."""
@@ -79,11 +75,11 @@ def _find_names(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(next(theirs).forward).parameters)[1:]
 
 
-def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def given_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(argument_names(module), args, strict=False)) | kwargs
 
 
-def _replace(
+def replace_argument(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with another value for one of them, which stays positional if it was."""
@@ -107,12 +103,13 @@ def enter(
     has to be returned; the one that owns a stack of layers decides about its packing."""
     if torch.compiler.is_compiling():
         return None
-    given, outer, names = _given(model, args, kwargs), current_call(), argument_names(model)
+    given, outer, names = given_arguments(model, args, kwargs), current_call(), argument_names(model)
     labels = given.get("labels")
     known = known_batch.get() or (get_to_know(given, names) if unpad and labels is not None else NOTHING)
     call = Call(
         model,
         outer,
+        labels=labels if outer is None or labels is not None else outer.labels,
         known=known if outer is None or labels is not None else outer.known,
         rectangle=(outer is not None and outer.rectangle)
         or _wants(model, given, "output_hidden_states")
@@ -125,7 +122,7 @@ def enter(
         call.chain = chain
     set_call(call)
     if "use_cache" in names and model.training and given.get("use_cache") is None:
-        args, kwargs = _replace(model, args, kwargs, "use_cache", False)  # nobody reads a cache while training
+        args, kwargs = replace_argument(model, args, kwargs, "use_cache", False)  # nobody reads a cache while training
         given["use_cache"] = False
     if stack is not None:
         _decide(call, stack, given, unpad and not call.rectangle, packed)
@@ -323,34 +320,31 @@ class PackedLayer(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = None if torch.compiler.is_compiling() else current_call()
-        if call is not None and call.own is not None and call.stack is not None and self in call.stack.layers:
-            args, kwargs = self._pack_arguments(call, call.own, args, kwargs)
-        return super().__call__(*args, **kwargs)
+        if call is None or call.own is None or call.stack is None or self not in call.stack.layers:
+            return super().__call__(*args, **kwargs)
+        args, kwargs = self._pack_arguments(call, call.own, args, kwargs)
+        out = super().__call__(*args, **kwargs)
+        if self is not call.own.last:
+            return out
+        return call.own.unpack(out) if isinstance(out, Tensor) else (call.own.unpack(out[0]), *out[1:])
 
     def _pack_arguments(
         self, call: Call, own: Packing, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What all layers are given is packed once, hidden states for the first layer. Not in `forward`: a layer
         that is recomputed in the backward pass is then given what it was given before."""
-        given = _given(self, args, kwargs)
-        if given["hidden_states"].shape[:2] != (1, own.tokens):
-            args, kwargs = _replace(self, args, kwargs, "hidden_states", own.pack(given["hidden_states"]))
+        given = given_arguments(self, args, kwargs)
+        if call.stack is not None and self is call.stack.layers[0]:
+            args, kwargs = replace_argument(self, args, kwargs, "hidden_states", own.pack(given["hidden_states"]))
         for name in ("position_ids", "position_embeddings"):
             if given.get(name) is not None:
-                args, kwargs = _replace(self, args, kwargs, name, _pack_once(call, own, given[name]))
-        args, kwargs = _replace(self, args, kwargs, "attention_mask", own)
+                args, kwargs = replace_argument(self, args, kwargs, name, _pack_once(call, own, given[name]))
+        args, kwargs = replace_argument(self, args, kwargs, "attention_mask", own)
         if call.memory is not None:
             memory = _pack_once(call, call.memory, given["encoder_hidden_states"])
-            args, kwargs = _replace(self, args, kwargs, "encoder_hidden_states", memory)
-            args, kwargs = _replace(self, args, kwargs, "encoder_attention_mask", call.memory)
+            args, kwargs = replace_argument(self, args, kwargs, "encoder_hidden_states", memory)
+            args, kwargs = replace_argument(self, args, kwargs, "encoder_attention_mask", call.memory)
         return args, kwargs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(*args, **kwargs)
-        own = None if torch.compiler.is_compiling() else _given(self, args, kwargs).get("attention_mask")
-        if not isinstance(own, Packing) or self is not own.last:
-            return out
-        return own.unpack(out) if isinstance(out, Tensor) else (own.unpack(out[0]), *out[1:])
 
 
 def _pack_once(call: Call, packing: Packing, value: Any) -> Any:

@@ -17,7 +17,7 @@ which is also what every layer returns; only from one layer to the next of a sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from stretto.hf.lazy import Lazy
 from stretto.ops.activation import activate
 from stretto.ops.dropout import draw_keys, dropout
-from stretto.ops.norm import add_norm
 
 _ADDS = (Tensor.add, torch.add)
 _keys: ContextVar[list[Tensor] | None] = ContextVar("stretto_keys", default=None)  # for dropout, inside a layer
@@ -88,13 +87,13 @@ class Pending(Lazy):
         """Whether it is product + bias, and nothing else."""
         return self.product is not None and self.residual is None and self.key is None and self.activation is None
 
-    def normalise(self, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor | None:
+    def normalise(self, add_normalised: Callable[..., tuple[Tensor, Tensor]]) -> Tensor | None:
         """The norm of a sum, which is thereby computed; None where one kernel cannot do both."""
         if self.product is None or self.residual is None:
             return None
         self.note_use()
         rows, stream = self.product.flatten(0, -2), self.residual.flatten(0, -2)
-        y, stream = add_norm(rows, stream, self.bias, weight, bias, eps, rms, self.p, self.key)
+        y, stream = add_normalised(rows, stream, self.bias, self.p, self.key)
         self._keep(stream.view(self.shape))
         return y.view(self.shape)
 

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stretto.hf.layers import (
+    AffineNorm,
     Fused,
     FusedDense,
     FusedGatedMLP,
@@ -108,7 +109,7 @@ def _shape(module: nn.Module) -> Any:
 
 
 def _find_role(name: str, module: nn.Module) -> Site:
-    if _is_norm(module):
+    if is_norm(module):
         width = next(module.parameters()).shape[0]
         problem = f"{width} channels: more than {MAX_WIDTH}" if width > MAX_WIDTH else None
         return Site(name, "norm", module, FusedNorm, problem=problem)
@@ -129,8 +130,10 @@ def _find_role(name: str, module: nn.Module) -> Site:
     return Site(name, "", module)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     names = [name for name, _ in module.named_parameters(recurse=False)]
+    if isinstance(module, AffineNorm):
+        return True
     if isinstance(module, nn.LayerNorm):
         return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and "weight" in names
     has_eps = any(isinstance(getattr(module, eps, None), float) for eps in ("variance_epsilon", "eps"))
@@ -142,7 +145,7 @@ def _letter(module: nn.Module) -> str | None:
         return "L"
     if isinstance(module, nn.Dropout):
         return "D"
-    if _is_norm(module):
+    if is_norm(module):
         return "N"
     return "A" if is_activation(module) else None
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from stretto.buckets import round_to_bucket, round_to_power, size_of_bucket
 from stretto.graphs import Memory, Recorder
 from stretto.hf.call import Facts, Known, known_batch
 from stretto.hf.packing import MASKS, argument_names, get_to_know
-from stretto.hf.swap import is_accelerated, report
+from stretto.hf.swap import dropping_of, is_accelerated, report, set_step
 from stretto.optim import FlatAdamW, clip_gradients
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Planned:
     labels: int
     positions: int
     fillers: int
+    layers: dict[str, dict[int, float | None]] = field(default_factory=dict)  # which of them work (layer_drop.py)
 
     def known(self) -> Known:
         masks = tuple((self.inputs[name], facts) for name, facts in self.masks.items())
@@ -59,6 +60,8 @@ class Step:
         if not isinstance(optimizer, FlatAdamW):
             raise ValueError(f"Step takes stretto.optim.FlatAdamW, not {type(optimizer).__name__}")
         self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.updates = 0  # so far: what schedules depend on. A run that is resumed sets it
+        self.dropping = dropping_of(model)
         self.unpads = not any(line.role == "padding" and line.problem for line in report(model).lines)
         self.device = next(model.parameters()).device
         obstacle = "the model is not on a GPU" if self.device.type != "cuda" else _find_obstacle(model)
@@ -69,12 +72,21 @@ class Step:
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """The loss, still on the device. Tensors of the batch may be on the CPU."""
         self.optimizer.take_rates()
+        self._begin_update()
         planned = plan(batch, argument_names(self.model))
         if planned is None or (planned.masks and not self.unpads):
             return self._update(_move(batch, self.device))
-        planned = replace(planned, inputs=_move(planned.inputs, self.device))
+        pattern = {} if self.dropping is None else self.dropping.pattern()
+        planned = replace(planned, inputs=_move(planned.inputs, self.device), layers=pattern)
         (loss,) = self._run(planned) if self.recorder is None else self.recorder.run(planned)
         return loss
+
+    def _begin_update(self) -> None:
+        theta = None if self.dropping is None else self.dropping.theta
+        set_step(self.model, self.updates)
+        self.updates += 1
+        if self.recorder is not None and self.dropping is not None and self.dropping.theta != theta:
+            self.recorder.forget()  # the patterns of layers that worked under the last theta do not come again
 
     def _run(self, planned: Planned) -> tuple[Tensor]:
         before = known_batch.set(planned.known())
@@ -131,7 +143,9 @@ def _move(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _find_obstacle(model: nn.Module) -> str:
     """Why its steps cannot be recorded; empty if they can."""
-    modules = list(model.modules())
+    modules, dropping = list(model.modules()), dropping_of(model)
+    if dropping is not None and dropping.drop.cfg.sampling == "bernoulli":
+        return "layer_drop.sampling = 'bernoulli' has too many patterns to record: set it to 'systematic'"
     if any(getattr(module, "layerdrop", 0.0) for module in modules):
         return "layers are dropped at random, by the host"
     if any(getattr(module, "gradient_checkpointing", False) for module in modules):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -25,9 +25,22 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from stretto.config import LayerDropConfig, StandardizeConfig, build_config
 from stretto.hf.attention import NAME, DistanceBias, register
 from stretto.hf.call import Call, set_call
-from stretto.hf.layers import Fused, FusedActivation, FusedGatedMLP, FusedLayer, FusedLinear, FusedMLP, Parts, weight_of
+from stretto.hf.layer_drop import Dropping, SwitchedLayer, plan_drops
+from stretto.hf.layers import (
+    AffineNorm,
+    Fused,
+    FusedActivation,
+    FusedGatedMLP,
+    FusedLayer,
+    FusedLinear,
+    FusedMLP,
+    Parts,
+    Tokens,
+    weight_of,
+)
 from stretto.hf.loss import LazyHead
 from stretto.hf.packing import PackedLayer, argument_names, enter, leave
 from stretto.hf.pending import note_useful
@@ -44,9 +57,11 @@ from stretto.hf.roles import (
     sites,
     stacks,
 )
+from stretto.hf.standardize import Pulling, find_problem, note_tokens, plan_pulls
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
+YES = {"standardize": "yes: what save_pretrained writes is another function without it"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,8 @@ class Report:
     def __str__(self) -> str:
         rows = [("role", "modules", "", "")]
         rows += [
-            (line.role, line.names or "(the model)", f"x {line.count}", line.problem or "yes") for line in self.lines
+            (line.role, line.names or "(the model)", f"x {line.count}", line.problem or YES.get(line.role, "yes"))
+            for line in self.lines
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
@@ -79,9 +95,22 @@ class Record:
     report: Report
     hooks: list[RemovableHandle] = field(default_factory=list)
     implementations: list[tuple[Any, str]] = field(default_factory=list)  # of attention, by configuration
+    steps: int = 0  # of the run; 0: not known
+    dropping: Dropping | None = None
+    pulling: Pulling | None = None
 
 
-def accelerate(model: Model, fused: bool = True, unpad: bool = True, loss: bool = True, packed: bool = False) -> Model:
+def accelerate(
+    model: Model,
+    fused: bool = True,
+    unpad: bool = True,
+    loss: bool = True,
+    packed: bool = False,
+    layer_drop: LayerDropConfig | Mapping[str, Any] | bool = False,
+    standardize: StandardizeConfig | Mapping[str, Any] | bool = False,
+    steps: int = 0,
+    seed: int = 0,
+) -> Model:
     """The same model, faster: the same object, with the same parameters, names and results up to rounding.
 
     fused   norms, MLPs and residual adds by fused kernels, and attention by the fastest one
@@ -89,15 +118,30 @@ def accelerate(model: Model, fused: bool = True, unpad: bool = True, loss: bool 
     loss    in training with labels, the loss is computed without logits; those in the output are computed when used
     packed  rows hold several documents: a training batch that does not say where they end is an error
 
+    What changes the mathematics of training is off, unless it is given the options of its section in config.py:
+
+    layer_drop   updates leave out some layers (techniques/layer_drop.py)
+    standardize  norms become affines that a loss keeps near mean 0 and variance 1 (techniques/standardize.py)
+    steps, seed  of the run: how many updates it has, for schedules, and what draws layers
+
     `restore` undoes it, `report` tells what was found. To be called before the model is compiled or wrapped.
     """
     _check(model)
+    record, done, chained = Record(Report(()), steps=steps), list[Site](), stacks(model)
+    if layer_drop:
+        tried = [(stack, _draw_batch(stack)) for stack in chained]
+        record.dropping = plan_drops(model, tried, _read_options("layer_drop", layer_drop), seed, done)
+    tokens: dict[nn.Module, Tokens] = {}
+    if standardize:
+        record.pulling, tokens = _swap_norms(model, chained, _read_options("standardize", standardize), done)
     register()
-    record, done, chained = Record(Report(())), list[Site](), stacks(model)
     if fused:
         found = sites(model)
         done += _swap_sites(found) + _swap_attention(model, found, record)
     chains = {id(stack.owner): _swap_layers(stack, done) for stack in chained} if fused else {}
+    for layer, gate in record.dropping.all_gates() if record.dropping is not None else ():
+        layer.stretto_gate = gate  # type: ignore[assignment]
+        swap(layer, SwitchedLayer)
     owned = {id(stack.owner): stack for stack in _swap_stacks(model, chained, done)} if unpad or packed else {}
     if packed and not any(stack.causal for stack in owned.values()):
         _undo(model, record)
@@ -109,6 +153,11 @@ def accelerate(model: Model, fused: bool = True, unpad: bool = True, loss: bool 
         if isinstance(module, PreTrainedModel):
             own = {"stack": owned.get(id(module)), "chain": chains.get(id(module), ())}
             record.hooks += _hook(module, **own, unpad=unpad, loss=loss, packed=packed)
+    for norm, of_norm in tokens.items():
+        norm.stretto_tokens = of_norm  # type: ignore[assignment]
+    for around in record.pulling.around if record.pulling is not None else ():
+        hook = partial(note_tokens, around=around)
+        record.hooks.append(around.model.register_forward_pre_hook(hook, with_kwargs=True))
     record.report = _summarise(done)
     model._stretto = record  # type: ignore[assignment]
     log.info("%s\n%s", type(model).__name__, record.report)
@@ -125,6 +174,8 @@ def restore(model: Model) -> Model:
 def _undo(model: nn.Module, record: Record) -> None:
     for module in model.modules():
         module.__class__ = _original(type(module))
+        for name in ("stretto_gate", "stretto_tokens"):
+            vars(module).pop(name, None)
     for handle in record.hooks:
         handle.remove()
     for config, implementation in record.implementations:
@@ -135,9 +186,37 @@ def report(model: nn.Module) -> Report:
     return _record(model).report
 
 
+def set_step(
+    model: nn.Module, step: int, share: float = 1.0, steps: int = 0, scaler: torch.amp.GradScaler | None = None
+) -> None:
+    """To be called before each update, with its number, counted from 0, where layers are left out or norms replaced.
+    `Step` and `Trainer` do so themselves. The model may be wrapped.
+
+    share   of the update that a batch is: 1 over the number of batches whose gradients are added up
+    steps   how many updates there are, if `accelerate` was not told
+    scaler  of the loss, in fp16
+    """
+    part = _find_accelerated(model)
+    record = _record(model if part is None else part)
+    steps = steps or record.steps
+    if record.dropping is not None:
+        record.dropping.set_step(step, steps)
+    if record.pulling is not None:
+        record.pulling.set_step(step, steps, share, scaler, next(model.parameters()).device)
+
+
+def dropping_of(model: nn.Module) -> Dropping | None:
+    part = _find_accelerated(model)
+    return None if part is None else _record(part).dropping
+
+
 def is_accelerated(model: nn.Module) -> bool:
     """Whether it, or a part of it, is."""
-    return any(hasattr(module, "_stretto") for module in model.modules())
+    return _find_accelerated(model) is not None
+
+
+def _find_accelerated(model: nn.Module) -> nn.Module | None:
+    return next((module for module in model.modules() if hasattr(module, "_stretto")), None)
 
 
 def _record(model: nn.Module) -> Record:
@@ -182,6 +261,36 @@ def _original(kind: type[nn.Module]) -> type[nn.Module]:
 def swap(module: nn.Module, ours: type[nn.Module], parts: Parts = NONE) -> None:
     kinds: tuple[Any, Any] = (ours, type(module))
     module.__class__ = _mix(*kinds, parts)
+
+
+def _read_options(name: str, value: Any) -> Any:
+    """The section of config.py, of which a part may be given."""
+    own = {"scale": "update"} if name == "layer_drop" else {}
+    if isinstance(value, Mapping | bool):
+        value = own | (dict(value) if isinstance(value, Mapping) else {})
+    return getattr(build_config({"techniques": {name: value}}).techniques, name)
+
+
+def _swap_norms(
+    model: nn.Module, found: list[Stack], cfg: StandardizeConfig, done: list[Site]
+) -> tuple[Pulling, dict[nn.Module, Tokens]]:
+    """All norms but those of heads, where what is to be replaced is known: by parameters of the same names."""
+    norms: list[Site] = []
+    problems: dict[Any, str | None] = {}
+    for site in sites(model):
+        if site.role == "norm":
+            key = type(site.module), repr(site.module)
+            if key not in problems:
+                problems[key] = site.problem or _compare(site)
+            problem = problems[key] or find_problem(model, site)
+            done.append(replace(site, role="standardize", problem=problem))
+            norms += [site] if problem is None else []
+    if not norms:
+        why = "; ".join(dict.fromkeys(str(site.problem) for site in done if site.role == "standardize"))
+        raise ValueError(f"standardize does not apply to {type(model).__name__}: {why or 'it has no norms'}")
+    for site in norms:
+        swap(site.module, AffineNorm)
+    return plan_pulls(model, norms, found, cfg)
 
 
 def _swap_sites(found: list[Site]) -> list[Site]:

@@ -5,6 +5,7 @@ What changes, and nothing else does:
     model      goes through `stretto.accelerate`, unless it has been already
     optimizer  where theirs would be torch's AdamW it is FlatAdamW, with the same groups, one launch and clipping inside
                the update; weights in bf16 are then the upper halves of exact fp32 weights
+    schedules  of layer_drop and standardize follow its steps
     logs       tokens_per_second and mfu stand next to the loss
 
 Label smoothing needs no logits either. For it, and for a loss function of the user's, labels are taken out of the batch
@@ -26,9 +27,10 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from stretto.batch import IGNORE
+from stretto.hf.layer_drop import Gate
 from stretto.hf.loss import logits_wanted_for_loss
 from stretto.hf.packing import has_labels_on_padding
-from stretto.hf.swap import accelerate, is_accelerated
+from stretto.hf.swap import accelerate, dropping_of, is_accelerated, set_step
 from stretto.optim import FlatAdamW
 from stretto.runtime import peak_flops
 
@@ -44,6 +46,10 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         model = _accelerate_once(self.model)
         self.meter = Meter(model)
+        if dropping_of(model) is not None and self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = True  # for transformers 4; 5 has handed it on already
+            if self.accelerator.ddp_handler is not None:
+                self.accelerator.ddp_handler.find_unused_parameters = True
         if self.label_smoother is not None:
             self.label_smoother = LeanSmoother(self.label_smoother.epsilon)
 
@@ -84,6 +90,8 @@ class Trainer(transformers.Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        share, state = 1 / self.current_gradient_accumulation_steps, self.state
+        set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
         self.meter.add(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -148,19 +156,22 @@ class Meter:
 
     Of a translation target tokens count, of an image its patches and one more. Sums stay on the device until they are
     read. A product counts 2 flops forward and 4 backward: the matrices of layers for every token, the output layer's
-    for labelled ones; products inside attention are left out, so mfu is a little low for long sequences.
+    for labelled ones, those of layers that were left out not at all; products inside attention are not counted, so mfu
+    is a little low for long sequences.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.config = getattr(model, "config", None)
         self.pairs = bool(getattr(self.config, "is_encoder_decoder", False))
         self.source_size, self.size, self.head_size = _count_matrices(model, self.pairs)
+        self.switched = _count_switched(model, self.pairs)
         self.restart()
 
     def restart(self) -> None:
         self.source: int | Tensor = 0
         self.tokens: int | Tensor = 0
         self.labelled: int | Tensor = 0
+        self.left_out: int | Tensor = 0  # products of layers that did not work, by token and element
         self.since = perf_counter()
 
     def add(self, inputs: Mapping[str, Any]) -> None:
@@ -169,9 +180,13 @@ class Meter:
         if isinstance(labels, Tensor) and not labels.is_floating_point():
             labelled = labels.ne(IGNORE).sum()
         self.labelled = self.labelled + labelled
+        source: int | Tensor = 0
         if self.pairs:
-            self.source, tokens = self.source + tokens, labelled
-        self.tokens = self.tokens + tokens
+            source, tokens = tokens, labelled
+        self.source, self.tokens = self.source + source, self.tokens + tokens
+        for gate, size, of_source in self.switched:
+            if gate.factor == 0.0:
+                self.left_out = self.left_out + size * (source if of_source else tokens)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -181,13 +196,14 @@ class Meter:
 
     def read(self, accelerator: Any) -> dict[str, float]:
         """What was counted since the last time, by all processes; every one of them has to ask."""
-        counts = torch.tensor([int(n) for n in (self.source, self.tokens, self.labelled)], device=accelerator.device)
+        mine = (self.source, self.tokens, self.labelled, self.left_out)
+        counts = torch.tensor([int(n) for n in mine], device=accelerator.device)
         seconds = perf_counter() - self.since
-        source, tokens, labelled = accelerator.reduce(counts, "sum").tolist()
+        source, tokens, labelled, left_out = accelerator.reduce(counts, "sum").tolist()
         self.restart()
         if tokens == 0:
             return {}
-        flops = 6 * (source * self.source_size + tokens * self.size + labelled * self.head_size)
+        flops = 6 * (source * self.source_size + tokens * self.size + labelled * self.head_size - left_out)
         peak = peak_flops(accelerator.device) * accelerator.num_processes
         return {"tokens_per_second": tokens / seconds} | ({"mfu": flops / seconds / peak} if peak else {})
 
@@ -216,3 +232,10 @@ def _count_matrices(model: Any, pairs: bool) -> tuple[int, int, int]:
 
     source = count(model.get_encoder()) if pairs else 0
     return source, count(model) - source, 0 if output is None else output.weight.numel()
+
+
+def _count_switched(model: Any, pairs: bool) -> list[tuple[Gate, int, bool]]:
+    """Of each layer that may be left out, the elements of its matrices, and whether it is the encoder's of a pair."""
+    dropping, source = dropping_of(model), set(model.get_encoder().modules()) if pairs else set()
+    gates = [] if dropping is None else dropping.all_gates()
+    return [(gate, sum(p.numel() for p in layer.parameters() if p.ndim >= 2), layer in source) for layer, gate in gates]

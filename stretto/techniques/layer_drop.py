@@ -45,16 +45,17 @@ from stretto.model import Model
 
 EXACT = False
 LEVELS = 8  # steps of theta between 1 and its lowest value
+POST_NORM = (
+    "a post-norm block normalises the stream itself, so that leaving it out changes the scale of all that follows,"
+    " and training diverges"
+)
 
 
 def check(cfg: LayerDropConfig, model: nn.Module, device: torch.device, precision: str) -> list[str]:
     assert isinstance(model, Model)
     if model.cfg.norm_order == "pre":
         return []
-    return [
-        "a post-norm block (model.norm_order = 'post') normalises the stream itself, so that leaving it out changes the"
-        " scale of all that follows, and training diverges: use model.norm_order = 'pre'"
-    ]
+    return [f"{POST_NORM}: use model.norm_order = 'pre'"]
 
 
 def apply(model: nn.Module, cfg: LayerDropConfig, sites: dict[str, list[str]]) -> None:

@@ -90,6 +90,17 @@ def mask_labels(batch: Batch, mask: Tensor) -> Tensor:
     return batch["labels"].where(mask != 0, torch.tensor(-100))
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_row_that_is_its_bucket_and_is_padded_on_the_left(family: str) -> None:
+    """Packed it has the shape it had: padding is behind the tokens."""
+    batch = {name: value[:1, :8] for name, value in draw_batch(family, None).items()}
+    mask = (torch.arange(8) >= 3).long()[None]
+    batch |= {"attention_mask": mask, "labels": mask_labels(batch, mask.roll(1, 1) * mask)}
+    planned = plan(batch, argument_names(build(family)))
+    assert planned is not None and planned.masks["attention_mask"].tokens == 8
+    assert_same_updates(family, [batch])
+
+
 def test_classes_that_are_read_at_padding_run_as_usual() -> None:
     batch = draw_batch("bert-classes")
     empty = batch["attention_mask"] * torch.tensor([[1], [0], [1]])
