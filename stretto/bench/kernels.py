@@ -44,6 +44,7 @@ from stretto.bench.worker import explain
 from stretto.config import FusedConfig, OptimConfig, build_config
 from stretto.errors import ConfigError, StrettoError
 from stretto.ops.activation import activate
+from stretto.ops.affine import add_affine
 from stretto.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.embedding import embed
@@ -128,6 +129,19 @@ def build_add_norm(rows: int, width: int, rms: bool = False, p: float = 0.0, bia
     args = (activations(rows, width), activations(rows, width), *vectors, EPS, rms, p, key())
     # branch, residual -> stream, y; then dy, dstream, stream -> dresidual and, where dropout makes it another, dbranch
     return Problem(add_norm, plain_add_norm, args, tensors(4, 5 if p else 4, rows * width))
+
+
+def plain_add_affine(
+    branch: Tensor, residual: Tensor, _: None, weight: Tensor, bias: Tensor, p: float, __: None
+) -> tuple[Tensor, Tensor]:
+    stream = residual + branch
+    return stream * weight.to(stream.dtype) + bias.to(stream.dtype), stream
+
+
+def build_add_affine(rows: int, width: int) -> Problem:
+    """What stands in the place of a norm, without the loss, which plain torch has no place for."""
+    args = (activations(rows, width), activations(rows, width), None, parameter(width), parameter(width), 0.0, None)
+    return Problem(add_affine, plain_add_affine, args, tensors(4, 4, rows * width))
 
 
 def plain_activate(x: Tensor, bias: Maybe, kind: str, p: float, _: Any) -> Tensor:
@@ -250,6 +264,7 @@ CASES = (
     Case("norm", "LayerNorm dropout", build_add_norm, _BERT, {"p": 0.1, "bias": True}),
     Case("norm", "LayerNorm", build_add_norm, _GPT2),
     Case("norm", "RMSNorm", build_add_norm, _LLAMA, {"rms": True}),
+    Case("affine", "scale, shift", build_add_affine, _GPT2),
     Case("activation", "gelu, bias", build_activate, {"rows": 32768, "inner": 4096}, {"kind": "gelu", "bias": True}),
     Case("activation", "gelu_tanh", build_activate, {"rows": 32768, "inner": 3072}, {"kind": "gelu_tanh"}),
     Case("activation", "relu, dropout", build_activate, {"rows": 16384, "inner": 4096}, {"kind": "relu", "p": 0.1}),
