@@ -39,6 +39,9 @@ def attend(
     """q [T, H, D], k and v [T', K, D] to [T, H, D]; softmax(scale q k + bias) v inside each sequence, with a scale of
     1 / sqrt(D) unless another is given. Our own kernels drop by `key`, or by a new one; all others by torch's
     generator."""
+    if q_layout.segment is not None:
+        assert bias is None, "biases are for whole sequences"
+        return q_layout.segment.attend(q, k, v, k_layout is q_layout, causal, dropout, key, scale)
     dense, padded = q_layout.dense and k_layout.dense, not (q_layout.lengths is None and k_layout.lengths is None)
     if not padded and _fits_kernels(q):
         ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
