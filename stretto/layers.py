@@ -10,7 +10,8 @@ FSDP2 does). The residual stream runs in the precision of the matrix products. B
     down(dropout(act(up(h) + bias)))        mlp
     cross_entropy(linear(x))                linear_cross_entropy: the logits never exist as a whole
 
-Generation, which goes token by token through a cache, takes the plain path.
+Generation, which goes token by token through a cache, takes the plain path. Where tokens are parts of longer sequences,
+dropout is a kernel of its own: the others count rows from 0, and a mask has to depend on a token's place in the whole.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from stretto.model import (
 )
 from stretto.ops.activation import activate
 from stretto.ops.cross_entropy import linear_cross_entropy
-from stretto.ops.dropout import draw_keys
+from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.embedding import embed
 from stretto.ops.heads import project_heads
 from stretto.ops.language import product_dtype
@@ -73,7 +74,7 @@ class FusedStack(Stack):
         pending: Branch = (None, None) if last.pre_norm else (x, None)
         for block, key, kv in zip(self.blocks, keys[:-1], memories, strict=True):
             x, pending = block(x, layout, rotary, memory, memory_layout, pending=pending, keys=key, memory_kv=kv)
-        return last.add(pending, x, self.norm, keys[-1][0])[0] if last.pre_norm else x
+        return last.add(pending, x, self.norm, keys[-1][0], layout)[0] if last.pre_norm else x
 
     def draw_keys(self, x: Tensor) -> list[Keys]:
         """For each block, and for the norm after the last."""
@@ -122,25 +123,30 @@ class FusedBlock(Block):
         *norm_keys, mlp_key, self_key, cross_key = keys
         branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary, self_key)),
-            (self.mlp_norm, lambda h: self.expand(h, mlp_key)),
+            (self.mlp_norm, lambda h: self.expand(h, mlp_key, layout)),
         ]
         if self.cross is not None and self.cross_norm is not None:
             parts = (layout, memory, memory_layout, memory_kv, cross_key)
             branches.insert(1, (self.cross_norm, lambda h: self.attend_memory(h, *parts)))
         if self.pre_norm:
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
-                h, x = self.add(pending, x, norm, key)
+                h, x = self.add(pending, x, norm, key, layout)
                 pending = branch(h)
             return x, pending
         again, _ = pending
         assert again is not None
         for (norm, branch), key in zip(branches, norm_keys, strict=False):
-            again, x = self.add(branch(again), x, norm, key)
+            again, x = self.add(branch(again), x, norm, key, layout)
         return x, (again, None)
 
-    def add(self, branch: Branch, x: Tensor, norm: nn.Module, key: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(
+        self, branch: Branch, x: Tensor, norm: nn.Module, key: Tensor | None, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
         """The normalised sum, and the stream that goes on: the sum itself, or post-norm the normalised one."""
         p, (out, bias) = self.dropout if self.training else 0.0, branch
+        if p > 0.0 and out is not None and key is not None and layout.segment is not None:
+            out, bias = dropout(out if bias is None else out + bias.to(out.dtype), p, key, layout.segment.tokens), None
+            p, key = 0.0, None
         return add_norm(out, x, bias, *norm_parts(norm), p, key, post=not self.pre_norm)
 
     def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
@@ -169,10 +175,13 @@ class FusedBlock(Block):
         out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key).flatten(1)
         return linear(out, at.out.weight), at.out.bias
 
-    def expand(self, h: Tensor, key: Tensor | None) -> Branch:
+    def expand(self, h: Tensor, key: Tensor | None, layout: Layout) -> Branch:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
         # Pre-norm, the norm that adds the bias is the next block's, by when FSDP2 has put this block's weights away.
         mine, left = (down.bias, None) if self.pre_norm and isinstance(self, FSDPModule) else (None, down.bias)
+        if p > 0.0 and key is not None and layout.segment is not None:
+            inner = activate(linear(h, up.weight), up.bias, self.mlp.activation, 0.0, None)
+            return linear(dropout(inner, p, key, layout.segment.tokens), down.weight, mine), left
         return mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute), left
 
 
@@ -182,8 +191,15 @@ class FusedEmbedding(Embedding):
         positions, place = self.place(inputs, token.shape[1])
         kind = None if self.token_type is None else self.token_type.weight
         norm: NormParts = (None, None, 0.0, False) if isinstance(self.norm, nn.Identity) else norm_parts(self.norm)
-        key, dtype = draw_keys(inputs.ids, 1)[0] if p > 0 else None, product_dtype(token)
-        return embed(inputs.ids, token, positions, place, inputs.types, kind, self.scale, *norm, p, key, dtype)
+        key, dtype, segment = (
+            draw_keys(inputs.ids, 1)[0] if p > 0 else None,
+            product_dtype(token),
+            inputs.layout.segment,
+        )
+        tables = (inputs.ids, token, positions, place, inputs.types, kind, self.scale, *norm)
+        if key is not None and segment is not None:
+            return dropout(embed(*tables, 0.0, None, dtype), p, key, segment.tokens)
+        return embed(*tables, p, key, dtype)
 
     def place(self, inputs: Sequences, width: int) -> tuple[Tensor | None, Tensor | None]:
         """Positions, and the table that they look up."""

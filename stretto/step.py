@@ -17,6 +17,7 @@ from stretto.guard import Guard
 from stretto.model import Model
 from stretto.optim import FlatAdamW, clip_gradients
 from stretto.parallel.data import StaticGradients, gradient_sync, replicate
+from stretto.parallel.sequence import Splitter
 from stretto.runtime import Runtime, seed_all
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,6 +38,8 @@ class Trainable:
     device: torch.device
     clip: float
     seed: int
+    split: Splitter | None = None  # gives a process its part of a micro-batch; None: it works on all of it
+    stream: tuple[int, ...] = ()  # what torch's generators depend on besides the seed and the micro-batch
     may_record: bool = False  # steps are replayed from CUDA graphs, or may be: batches then come in few shapes
     gradients: StaticGradients | None = None  # None: as autograd makes them
     recorders: Recorders | None = None  # of CUDA graphs; None: every kernel is launched by the host
@@ -73,7 +76,8 @@ def run_step(parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels:
         return recorders.step.run(batch)
     loss_sum = torch.zeros((), device=parts.device)
     for index, batch in batches:
-        seed_all(parts.seed, index)  # dropout depends on (seed, micro-batch), not on what ran before or where
+        # Dropout depends on (seed, micro-batch), not on what ran before or where.
+        seed_all(parts.seed, index, *parts.stream)
         with gradient_sync(parts.model, last=index == batches[-1][0]):
             loss_sum += learn(parts, batch) if recorders is None else recorders.learn.run(batch)[0]
     if static is not None:
