@@ -94,6 +94,7 @@ class ModelConfig:
     mlp_width: int = 0  # 0: four times the width
     vocab: int = 0  # 0: what the tokenizer has, rounded up to a multiple of 64
     max_len: int = 1024  # size of the position table, and the longest text that is generated
+    window: int = 0  # decoder: a token sees so many, itself and those right before it; 0: all before it
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_order: Literal["pre", "post"] = "pre"
     norm_eps: float = 1e-5
@@ -123,7 +124,7 @@ class ModelConfig:
         _require_positive("model", self, "layers", "width", "heads", "max_len", "patch", "image_size", "channels")
         _require_positive("model", self, "norm_eps", "rope_theta")
         _require_not_negative(
-            "model", self, "decoder_layers", "kv_heads", "mlp_width", "vocab", "token_types", "classes"
+            "model", self, "decoder_layers", "kv_heads", "mlp_width", "vocab", "window", "token_types", "classes"
         )
         _require(
             self.width % self.heads == 0, f"model.width = {self.width} is not a multiple of model.heads = {self.heads}"
@@ -142,6 +143,10 @@ class ModelConfig:
         _require(
             self.positions == "rotary" or self.rope_scaling is None,
             f"[model.rope_scaling] is for model.positions = 'rotary', not {self.positions!r}",
+        )
+        _require(
+            self.kind == "decoder" or self.window == 0,
+            f"model.window is for a decoder, not for model.kind = {self.kind!r}",
         )
         _require(
             self.kind == "encoder-decoder" or (self.embed_shared and not self.head_bias),
@@ -309,6 +314,11 @@ class Config:
             cfg.sequence_method != "ulysses" or model.attention_dropout == 0.0,
             "parallel.sequence_method = 'ulysses' drops no attention probabilities: set model.attention_dropout to 0,"
             " or use 'gather'",
+        )
+        _require(
+            cfg.sequence_method != "ring" or model.window == 0,
+            "parallel.sequence_method = 'ring' knows no window (model.window), of which it would send far more than is"
+            " seen: use 'gather'",
         )
         _require(
             cfg.sequence_heads == 0 or kv_heads % cfg.sequence_heads == 0,

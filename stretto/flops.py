@@ -31,7 +31,8 @@ def training_flops(cfg: ModelConfig, counts: Counts) -> float:
         return 6 * products + 12 * cfg.layers * width * counts.pairs
     products = counts.tokens * width * cfg.vocab
     if cfg.kind == "decoder":
-        return 6 * (products + counts.tokens * cfg.layers * block) + 6 * cfg.layers * width * counts.pairs
+        seen = min(counts.pairs, 2 * cfg.window * counts.tokens) if cfg.window else counts.pairs
+        return 6 * (products + counts.tokens * cfg.layers * block) + 6 * cfg.layers * width * seen
     decoder_layers = cfg.decoder_layers or cfg.layers
     products += counts.source_tokens * (cfg.layers * block + decoder_layers * 2 * width * width)
     products += counts.tokens * decoder_layers * (block + 2 * width * width)

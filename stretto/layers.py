@@ -155,7 +155,7 @@ class FusedBlock(Block):
         angles = () if rotary is None else (rotary.cos, rotary.sin)
         q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *angles)
         p = at.dropout if self.training else 0.0
-        out = attend(q, k, v, layout, layout, at.causal, p, key=key).flatten(1)
+        out = attend(q, k, v, layout, layout, at.causal, p, key=key, window=at.window).flatten(1)
         return linear(out, at.out.weight), at.out.bias
 
     def attend_memory(

@@ -27,6 +27,7 @@ from torch import Tensor
 from stretto.batch import Layout
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

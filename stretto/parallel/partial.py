@@ -119,18 +119,17 @@ def _scores(q: Tensor, k: Tensor, reach: Reach, seen: int, scale: float) -> Tens
     scores = torch.einsum("qhd,khd->hqk", wide(q), wide(k)) * scale
     if not reach.causal:
         return scores
-    ahead = (
-        torch.arange(k.shape[0], device=q.device) - torch.arange(seen - 1, seen - 1 + len(q), device=q.device)[:, None]
-    )
+    last = torch.arange(seen - 1, seen - 1 + len(q), device=q.device)[:, None]  # that each query sees
+    ahead = torch.arange(len(k), device=q.device) - last
     hidden = (ahead > 0) | (ahead <= -reach.window) if reach.window else ahead > 0
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def _survival(scores: Scores, rows: slice, places: Tensor) -> Tensor | float:
+def _survival(options: Scores, rows: slice, places: Tensor, dtype: torch.dtype) -> Tensor | float:
     """What drop() multiplies by, [H, queries, keys]."""
-    if scores.words is None:
+    if options.words is None:
         return 1.0
-    return keep_ref(scores.words[..., rows], places, scores.dropout) / (1 - scores.dropout)
+    return keep_ref(options.words[..., rows], places, options.dropout).to(dtype) / (1 - options.dropout)
 
 
 def _attend_by_formula(q: Tensor, k: Tensor, v: Tensor, reach: Reach, options: Scores) -> tuple[Tensor, Tensor]:
@@ -138,7 +137,7 @@ def _attend_by_formula(q: Tensor, k: Tensor, v: Tensor, reach: Reach, options: S
     for rows, cols, seen in _tiles(reach):
         scores = _scores(q[rows], k[cols], reach, seen, options.scale)
         lse[:, rows] = scores.logsumexp(-1)
-        probabilities = scores.softmax(-1) * _survival(options, rows, reach.places[cols])
+        probabilities = scores.softmax(-1) * _survival(options, rows, reach.places[cols], scores.dtype)
         values = wide(v[cols]).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         out[rows] = torch.einsum("hqk,khd->qhd", probabilities, values).to(q.dtype)
     return out, lse
@@ -152,7 +151,8 @@ def _backward_by_formula(
     group = (k.shape[1], q.shape[1] // k.shape[1])  # key heads, and the query heads of each
     for rows, cols, seen in _tiles(reach):
         scores = _scores(q[rows], k[cols], reach, seen, options.scale)
-        probabilities, survival = torch.exp(scores - lse[:, rows, None]), _survival(options, rows, reach.places[cols])
+        probabilities = torch.exp(scores - lse[:, rows, None])
+        survival = _survival(options, rows, reach.places[cols], scores.dtype)
         keys, values = (wide(t[cols]).repeat_interleave(group[1], dim=1) for t in (k, v))
         grad = wide(dout[rows])
         dprobabilities = torch.einsum("qhd,khd->hqk", grad, values) * survival

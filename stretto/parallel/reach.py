@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stretto.batch import Layout
-from stretto.parallel.layouts import Cut, Ints
+from stretto.parallel.layouts import Bools, Cut, Ints
 
 Run = tuple[int, int]  # tokens from, to
 
@@ -82,7 +82,7 @@ def reach_own(side: Side, causal: bool) -> Reach:
     return Reach(ends, ends, longest, longest, slice(0, side.cut.size), torch.from_numpy(places), causal)
 
 
-def reach_others(queries: Side, keys: Side, visible: Ints, first_row: int, causal: bool, window: int = 0) -> Reach:
+def reach_others(queries: Side, keys: Side, visible: Bools, first_row: int, causal: bool, window: int = 0) -> Reach:
     """The keys among tokens that are marked `visible` [T'], in a buffer that begins with row `first_row` of all."""
     ends, lengths, found = keys.layout.offsets.numpy(), [], []
     for number, (begin, end), length in queries.runs(whole=not causal):

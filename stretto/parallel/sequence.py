@@ -142,10 +142,10 @@ class Splitter:
         return Sequences(ids, positions, layout, types)
 
     def choose_method(self, queries: Side, keys: Side, causal: bool) -> Method:
-        part, parts, owner = queries.part, queries.cut.parts, keys.cut.owner
+        part, parts, owner, window = queries.part, queries.cut.parts, keys.cut.owner, self.model.window
         if self.cfg.sequence_method == "ulysses":
             q_rows, k_rows = (torch.from_numpy(side.cut.row) for side in (queries, keys))
-            return Ulysses(self.group, queries.layout, keys.layout, q_rows, k_rows, causal)
+            return Ulysses(self.group, queries.layout, keys.layout, q_rows, k_rows, causal, window)
         if queries is keys:
             own = reach_own(keys, causal)
         else:
@@ -157,6 +157,9 @@ class Splitter:
                 for hop, source in sources.items()
             }
             return Ring(self.group, own, hops)
+        if causal and window:
+            everyone = reach_others(queries, keys, owner >= 0, 0, causal, window)
+            return Gather(self.group, None, everyone, self.cfg.sequence_keep, self.cfg.sequence_heads)
         others = reach_others(queries, keys, owner != part, 0, causal)
         return Gather(self.group, own, others, self.cfg.sequence_keep, self.cfg.sequence_heads)
 

@@ -24,12 +24,16 @@ class Ulysses:
     q_rows: Tensor  # int64 [T]: where its tokens are among those of all processes
     k_rows: Tensor
     causal: bool
+    window: int
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         size, heads = self.group.size(), q.shape[1]
         whole_q = self.to_heads(q[:, None])[self.q_rows, 0]
         whole_k, whole_v = self.to_heads(torch.stack([k, v], 1))[self.k_rows].unbind(1)
-        out = attend(whole_q, whole_k, whole_v, self.q_layout, self.k_layout, self.causal, 0.0, scale=scores.scale)
+        out = attend(
+            whole_q, whole_k, whole_v, self.q_layout, self.k_layout, self.causal, 0.0,
+            scale=scores.scale, window=self.window,
+        )  # fmt: skip
         # Filler, which is nobody's token, stays 0.
         rows = out.new_zeros(size * len(q), *out.shape[1:]).index_copy(0, self.q_rows, out)
         back = all_to_all(rows.view(size, len(q), heads // size, -1), self.group)
