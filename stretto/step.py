@@ -50,7 +50,8 @@ class Trainable:
 
     def describe(self) -> str:
         size = sum(p.numel() for p in self.plain.parameters())
-        return f"{self.plain.cfg.kind} with {size / 1e6:.1f}M parameters, {self.precision}"
+        words = [f"{self.plain.cfg.kind} with {size / 1e6:.1f}M parameters", self.precision]
+        return ", ".join(words if self.split is None else [*words, self.split.describe()])
 
 
 def resolve_precision(name: str, device: torch.device) -> str:

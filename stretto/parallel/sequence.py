@@ -120,6 +120,10 @@ class Splitter:
             source=None if source is None else self.split_sequences(batch.source, source, causal=False),
         )
 
+    def describe(self) -> str:
+        cfg = self.cfg
+        return f"sequences over {cfg.sequence} processes ({cfg.sequence_method}, {cfg.sequence_layout})"
+
     def side(self, of: Sequences) -> Side:
         cuts = cut(of.layout, len(of.ids), self.group.size(), self.cfg.sequence_layout)
         return Side(of.layout, cuts, self.group.rank())

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,29 @@ import pytest
 import torch
 
 from stretto import checkpoint
+from stretto.config import FusedConfig, ParallelConfig, TechniquesConfig
+from stretto.optim import weight_writer
+from stretto.report import read_events
+from stretto.runtime import Runtime
+from stretto.train import build
+from stretto.trained import load_run_config
 from tests.conftest import write_pairs
 from tests.distributed.test_data_parallel import ROOT, base, change, eval_losses, find_port, launch, losses, samples
 
 pytestmark = pytest.mark.dist
-STEPS = 5
+STEPS = 4
 WAYS: dict[str, dict[str, Any]] = {  # of the run in one process that is named first
-    "calm gather": {"train__compile": True},
     "calm ring": {"parallel__sequence_method": "ring", "parallel__sequence_layout": "contiguous"},
     "calm ulysses": {"parallel__sequence_method": "ulysses", "parallel__data": "shard"},
     "fused gather": {"parallel__sequence_layout": "documents", "parallel__sequence_keep": False},
     "fused shard": {"parallel__data": "shard", "parallel__sequence_heads": 1},
     "masked gather": {},
-    "translation gather": {},
-    "translation ring": {"parallel__sequence_method": "ring", "parallel__data": "shard"},
+    "translation gather": {"parallel__data": "shard"},
 }
 WAYS_OF_FOUR: dict[str, dict[str, Any]] = {
-    "calm hybrid": {"parallel__data": "hybrid"},
-    "fused replicate": {"parallel__sequence_layout": "contiguous"},
+    "fused hybrid": {"parallel__data": "hybrid"},
+    "calm replicate": {"parallel__sequence_layout": "contiguous"},
 }
-REFUSED: dict[str, dict[str, Any]] = {"too few": {"parallel__sequence": 4}, "uneven": {"train__micro_batches": 3}}
 
 
 def trees(folder: Path) -> dict[str, dict[str, Any]]:
@@ -55,6 +59,10 @@ def trees(folder: Path) -> dict[str, dict[str, Any]]:
     return {"calm": plain, "fused": fused, "masked": masked, "translation": translation}
 
 
+def grad_norms(folder: Path) -> list[float]:
+    return [event["grad_norm"] for event in read_events(folder) if "grad_norm" in event]
+
+
 def job(tree: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"config": change(tree), **options}
 
@@ -65,13 +73,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = trees(folder)
     two = {way: change(one[way.split()[0]], parallel__sequence=2, **changes) for way, changes in WAYS.items()}
     jobs = {way: job(tree) for way, tree in two.items()}
-    jobs |= {name: job(change(two["calm gather"], train__compile=False, **REFUSED[name])) for name in ("too few",)}
+    jobs["too few"] = job(change(one["calm"], parallel__sequence=4))
     jobs["left"] = job(two["fused gather"], stop_after=2)
     launch(jobs, folder / "two", 2)
     jobs = {
         way: job(change(one[way.split()[0]], parallel__sequence=2, **changes)) for way, changes in WAYS_OF_FOUR.items()
     }
-    jobs["uneven"] = job(change(one["calm"], parallel__sequence=2, **REFUSED["uneven"]))
+    jobs["uneven"] = job(change(one["calm"], parallel__sequence=2, train__micro_batches=3))
     launch(jobs, folder / "four", 4)
     jobs = {name: job(tree) for name, tree in one.items()}
     jobs["left"] = job(one["fused"], resume=True, folder=str(folder / "two" / "left"))
@@ -86,6 +94,7 @@ def test_processes_that_share_sequences_do_what_one_does(runs: Path, way: str) -
     assert samples(runs / "one", name, 1) == samples(many, way, 2 if way in WAYS else 4)
     assert len(losses(many / way)) == STEPS and len(eval_losses(many / way)) == 2
     assert losses(many / way) == pytest.approx(losses(runs / "one" / name), abs=1e-5)
+    assert grad_norms(many / way) == pytest.approx(grad_norms(runs / "one" / name), rel=1e-4)
     assert eval_losses(many / way) == pytest.approx(eval_losses(runs / "one" / name), abs=1e-5)
     first, second = (checkpoint.load(folder / "checkpoints", STEPS) for folder in (runs / "one" / name, many / way))
     assert first.weights.keys() == second.weights.keys() and first.moments.keys() == second.moments.keys()
@@ -97,7 +106,7 @@ def test_both_processes_read_all_samples_and_predict_other_tokens(runs: Path) ->
     """The control of the test above: were each given its own samples, or all of the tokens, losses would differ."""
     read = [json.loads((runs / "two" / f"fused gather.{rank}.json").read_text())["samples"] for rank in (0, 1)]
     assert read[0] == read[1] and len(read[0]) == 2 * STEPS
-    read = [json.loads((runs / "four" / f"calm hybrid.{rank}.json").read_text())["samples"] for rank in range(4)]
+    read = [json.loads((runs / "four" / f"fused hybrid.{rank}.json").read_text())["samples"] for rank in range(4)]
     assert read[0] == read[1] and read[2] == read[3] and read[0].keys().isdisjoint(read[2].keys())
 
 
@@ -105,6 +114,30 @@ def test_a_run_of_two_processes_goes_on_in_one_without_the_technique(runs: Path)
     codes = [json.loads((runs / place).read_text())["code"] for place in ("two/left.0.json", "one/left.0.json")]
     assert codes == [75, 0]
     assert losses(runs / "two" / "left") == pytest.approx(losses(runs / "one" / "fused"), abs=1e-5)
+
+
+@pytest.mark.parametrize("fused", [FusedConfig(), None], ids=["fused", "plain"])
+def test_weights_of_many_processes_are_loaded_exactly_in_one(runs: Path, fused: FusedConfig | None) -> None:
+    folder = runs / "four" / "fused hybrid"
+    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused), parallel=ParallelConfig())
+    parts, shot = build(config, Runtime(torch.device("cpu"))), checkpoint.load(folder / "checkpoints", STEPS)
+    checkpoint.restore_weights(parts.plain, shot, weight_writer(parts.optimizer))
+    checkpoint.restore_moments(parts.plain, parts.optimizer, shot)
+    again = checkpoint.snapshot(parts.plain, parts.optimizer, shot.state)
+    torch.testing.assert_close(again.weights, shot.weights, atol=0, rtol=0)
+    torch.testing.assert_close(again.moments, shot.moments, atol=0, rtol=0)
+
+
+@pytest.mark.slow
+def test_compiled_models_share_sequences_too(runs: Path, tmp_path: Path) -> None:
+    ways = {"calm": {}, "fused": {"parallel__data": "shard"}}
+    jobs = {
+        name: job(change(trees(tmp_path)[name], parallel__sequence=2, train__compile=True, **changes))
+        for name, changes in ways.items()
+    }
+    launch(jobs, tmp_path / "compiled", 2)
+    for name in ways:
+        assert losses(tmp_path / "compiled" / name) == pytest.approx(losses(runs / "one" / name), abs=1e-5)
 
 
 @pytest.mark.parametrize(("place", "ranks"), [("two/too few", 2), ("four/uneven", 4)])
