@@ -43,7 +43,7 @@ def attend(
     `key`, or by a new one; all others by torch's generator."""
     if q_layout.segment is not None:
         assert bias is None, "biases are for whole sequences"
-        return q_layout.segment.attend(q, k, v, k_layout is q_layout, causal, dropout, key, scale)
+        return q_layout.segment.attend(q, k, v, k_layout is q_layout, dropout, key, scale)
     dense, padded = q_layout.dense and k_layout.dense, not (q_layout.lengths is None and k_layout.lengths is None)
     window = window if causal and window < k_layout.max_len else 0
     if not padded and _fits_kernels(q):

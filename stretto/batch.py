@@ -27,17 +27,10 @@ class Segment(Protocol):
         ...
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        own: bool,
-        causal: bool,
-        dropout: float,
-        key: Tensor | None,
-        scale: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, own: bool, dropout: float, key: Tensor | None, scale: float | None
     ) -> Tensor:
-        """As attention.attend does for whole sequences; `own`: keys are those of the same side of the batch."""
+        """As attention.attend does for whole sequences, by the masks of the model that the batch was split for. `own`:
+        keys are those of the same side of the batch."""
         ...
 
 

@@ -51,8 +51,8 @@ class Side:
     part: int
 
     def runs(self, whole: bool) -> list[tuple[int, Run, int]]:
-        """The process's tokens in groups: number of the sequence, first and last but one, and how many. A run of
-        neighbours each, or all that it has of a sequence."""
+        """The process's tokens in groups: number of the sequence, from which token to which, and how many of these are
+        the process's. A group is a run of neighbours, or with `whole` all that it has of a sequence."""
         tokens, ends = self.cut.tokens(self.part), self.layout.offsets.numpy()
         number = np.searchsorted(ends, tokens, side="right") - 1
         breaks = np.diff(number) != 0

@@ -66,15 +66,7 @@ class Segment:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # messages between processes are no part of a graph
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        own: bool,
-        causal: bool,
-        dropout: float,
-        key: Tensor | None,
-        scale: float | None,
+        self, q: Tensor, k: Tensor, v: Tensor, own: bool, dropout: float, key: Tensor | None, scale: float | None
     ) -> Tensor:
         method = self.own if own else self.memory
         assert method is not None, "the batch has no other side"
@@ -125,6 +117,7 @@ class Splitter:
         return f"sequences over {cfg.sequence} processes ({cfg.sequence_method}, {cfg.sequence_layout})"
 
     def side(self, of: Sequences) -> Side:
+        assert of.layout.lengths is None, "padding is not split"
         cuts = cut(of.layout, len(of.ids), self.group.size(), self.cfg.sequence_layout)
         return Side(of.layout, cuts, self.group.rank())
 

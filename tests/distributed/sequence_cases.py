@@ -351,7 +351,7 @@ def dropped_attention() -> dict[str, Any]:
         real = tokens < len(q)
         at = tokens.where(real, 0)
         mine = [t[at].requires_grad_() for t in (q, k, v)]
-        got = part.layout.segment.attend(*mine, True, True, p, key, None)
+        got = part.layout.segment.attend(*mine, True, p, key, None)
         (got * dout[at] * real[:, None, None]).sum().backward()
         errors = [(got[real] - out[at[real]]).detach()]
         errors += [a.grad[real] - b.grad[at[real]] for a, b in zip(mine, leaves, strict=True)]  # type: ignore[index]
