@@ -425,7 +425,8 @@ def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
                     label = f"{way}; {link}" if style == "-" else None
                     axes.plot([r.ranks for r in picked], [getattr(r, column) for r in picked], style, marker=".",
                               color=colour, label=label)  # fmt: skip
-            axes.set(title=f"{title}; dashed: {LINKS[1].name}", xlabel="ranks", xscale="log")
+            axes.set(xlabel="ranks", xscale="log")
+            axes.set_title(title, fontsize=10)
         for i, ranks in enumerate(grid.ranks):
             picked = [
                 r for r in mine if (r.table, r.way, r.ranks, r.link) == ("strong", "gather", ranks, LINKS[0].name)
@@ -435,11 +436,12 @@ def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
                 [r.memory_gib for r in picked],
                 marker=".",
                 color=f"C{i}",
-                label=f"{ranks} ranks",
+                label=f"{ranks}",
             )
-        memory.set(title=f"{model}, gather: GiB of each rank", xlabel="tokens", xscale="log", yscale="log")
-        strong.legend(fontsize=8)
-        memory.legend(fontsize=8)
+        memory.set(xlabel="tokens", xscale="log", yscale="log")
+        memory.set_title(f"{model}, gather: GiB of each rank", fontsize=10)
+        strong.legend(fontsize=8, title=f"dashed: {LINKS[1].name}")
+        memory.legend(fontsize=8, title="ranks")
     figure.savefig(path, dpi=120)
 
 

@@ -9,4 +9,5 @@ machine, in one run.
     contest     all of them one after another, whatever happens to any
     kernels     single operations next to plain torch's
     show        tables, JSON and the chart
+    share       one layer as one of many ranks computes it, for the simulator bench/scale.py
 """

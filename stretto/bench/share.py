@@ -243,11 +243,12 @@ def _is_right(name: str, device: torch.device) -> bool:
     _, dk, dv = _plain_backward(dout.float(), q.float(), k.float(), v.float(), out, lse, False)
     half = slice(256, 512)
     try:
-        kernel.forward(q, k[half], v[half], False)
-        _, *got = kernel.backward(dout, q, k[half], v[half], out.bfloat16(), lse, False)
+        result, sums = kernel.forward(q, k, v, False)
+        _, *got = kernel.backward(dout, q, k[half], v[half], result, sums, False)
     except (RuntimeError, TypeError):  # another version of torch or cuDNN
         return False
-    return all(bool((a.float() - b[half]).norm() <= 0.02 * b.norm()) for a, b in zip(got, (dk, dv), strict=True))
+    pairs = zip((result, sums, *got), (out, lse, dk[half], dv[half]), strict=True)
+    return all(a.shape == b.shape and bool((a.float() - b).norm() <= 0.02 * b.norm()) for a, b in pairs)
 
 
 ALL = slice(None)
@@ -259,7 +260,7 @@ class Merged:
     def __init__(self, kernel: Kernel, q: Tensor, kv: Tensor) -> None:
         self.kernel, self.q = kernel, q
         out, self.lse = kernel.forward(q, kv[0], kv[1], True)
-        self.out = out.float()
+        self.out = out.float().contiguous()
 
     def add(self, rows: slice, kv: Tensor) -> None:
         out, lse = self.kernel.forward(self.q[rows], kv[0], kv[1], False)
@@ -272,7 +273,7 @@ class Gradients:
     """Of queries, added up over blocks in fp32, given what Merged came to."""
 
     def __init__(self, kernel: Kernel, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
-        self.kernel, self.kept = kernel, (dout, q, out, lse)
+        self.kernel, self.kept = kernel, (dout.contiguous(), q, out, lse)
         self.dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
 
     def add(self, rows: slice, kv: Tensor, dkv: Tensor, causal: bool = False) -> None:
@@ -445,12 +446,13 @@ class RankBlock(FusedBlock):
         if self.method == "ring" and self.peers.ranks > 1:
             return RingAttention.apply(q, k, v, self.kernel, self.peers, self.placement)
         if self.method == "ulysses" and self.peers.ranks > 1:
-            return self.to_tokens(attend_alone(*(self.to_heads(t) for t in (q, k, v))))
+            keys, values = self.to_heads(torch.stack([k, v], 1)).unbind(1)
+            return self.to_tokens(attend_alone(self.to_heads(q[:, None])[:, 0], keys, values))
         return attend_alone(q, k, v)
 
     def to_heads(self, t: Tensor) -> Tensor:
-        """[T, H, D] to [P T, H / P, D]"""
-        return Exchange.apply(t.unflatten(1, (self.peers.ranks, -1)).transpose(0, 1), self.peers).flatten(0, 1)
+        """[T, n, H, D] to [P T, n, H / P, D]"""
+        return Exchange.apply(t.unflatten(2, (self.peers.ranks, -1)).movedim(2, 0), self.peers).flatten(0, 1)
 
     def to_tokens(self, t: Tensor) -> Tensor:
         return Exchange.apply(t.unflatten(0, (self.peers.ranks, -1)), self.peers).transpose(0, 1).flatten(1, 2)
