@@ -84,7 +84,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     total = torch.logaddexp(lse, other_lse)
     at = total.masked_fill(total == -torch.inf, 0.0)  # a query that has seen nothing yet: both weights are 0
     mine, its = (torch.exp(part - at).t()[..., None] for part in (lse, other_lse))
-    return (mine * wide(out) + its * wide(other)).to(out.dtype), total
+    return (wide(out) * mine + wide(other) * its).to(out.dtype), total  # the first factor says how it lies in memory
 
 
 def _fits_flash(q: Tensor, scores: Scores) -> bool:
