@@ -41,6 +41,8 @@ from stretto.bench.measure import Clock
 from stretto.bench.share import Way
 from stretto.config import ModelConfig, build_config
 from stretto.costs import (
+    NETWORK,
+    NVLINK,
     Link,
     Pass,
     Traffic,
@@ -66,7 +68,7 @@ from stretto.parallel.ring import Ring, wait
 from stretto.parallel.sequence import Segment
 from stretto.parallel.ulysses import Ulysses, all_to_all
 
-LINKS = (Link("NVLink, 450 GB/s", 450e9, 2e-6), Link("network, 50 GB/s", 50e9, 5e-6))
+LINKS = (NVLINK, NETWORK)
 WAYS = {
     "gather": Way("gather", "zigzag"),
     "gather, contiguous": Way("gather"),

@@ -271,8 +271,9 @@ class ParallelConfig:
     # processes share the batch: 8 of them and sequence = 4 make two groups.
     sequence: int = 1
     # How their tokens attend to each other: all get the keys and values of all (gather), each gets some heads of all
-    # tokens (ulysses), or keys and values go around (ring). See docs/sequence.md.
-    sequence_method: Literal["gather", "ulysses", "ring"] = "gather"
+    # tokens (ulysses), or keys and values go around (ring). auto: what should be fastest; the log says why. See
+    # docs/sequence.md.
+    sequence_method: Literal["auto", "gather", "ulysses", "ring"] = "auto"
     # Who gets which tokens: one run of them, an early and a late run, or those of each document of a packed batch.
     sequence_layout: Literal["contiguous", "zigzag", "documents"] = "zigzag"
     # gather: keep what was gathered for the backward pass; false: gather it again then, which takes less memory.

@@ -27,10 +27,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 from stretto.config import ModelConfig
 
-METHODS = ("gather", "ulysses", "ring")
+Method = Literal["gather", "ulysses", "ring"]
+METHODS: tuple[Method, ...] = get_args(Method)
 STATE_BYTES = (4, 4, 8)  # of a parameter: weight (fp32, or bf16 and the 16 bits below), gradient, AdamW's moments
 WORTH = 1.05  # another method has to be so many times faster than gathering, which knows all masks and head counts
 
@@ -45,6 +47,11 @@ class Link:
 
     def seconds(self, messages: Iterable[Message]) -> float:
         return sum(m.count * (m.size / self.bandwidth + m.hops * self.latency) for m in messages)
+
+
+# Latencies are assumptions, bandwidths the nominal ones.
+NVLINK = Link("NVLink, 450 GB/s", 450e9, 2e-6)
+NETWORK = Link("network, 50 GB/s", 50e9, 5e-6)
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,10 @@ def find_obstacle(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> str
         return f"{tokens} tokens do not divide by {ranks} ranks"
     if method == "ulysses" and kv_heads % ranks:
         return f"{kv_heads} KV heads do not divide by {ranks} ranks"
+    if method == "ulysses" and cfg.attention_dropout:
+        return "it drops no attention probabilities"
+    if method == "ring" and cfg.window:
+        return "it knows no window"
     if method == "megatron" and cfg.heads % ranks:
         return f"{cfg.heads} heads do not divide by {ranks} ranks"
     return ""
@@ -218,15 +229,21 @@ def _working_bytes(
 ) -> float:
     """At the worse of two times in a layer's backward pass: gradients of the MLP's inner values and, if these are
     computed again, one of them; or those of queries, keys and values, where `gather` has those of all keys, and in a
-    ring there are a block that comes, a block that goes, and the gradients of both."""
+    ring there are a block that comes, a block that goes, and the gradients of both. Besides, keys that are seen are
+    copied together, and their gradients are there as they are found before they are added up."""
     own, (up, inner), kv = tokens // ranks, mlp_widths(cfg), kv_width(cfg)
     mlp = own * (up + inner + (inner if recompute else 0)) * element
     attention = own * (2 * cfg.width + 2 * kv) * element
     if method == "gather" and ranks > 1:
-        attention += 2 * tokens * kv * reduced
+        attention += 2 * tokens * kv * reduced + _found_bytes(tokens, kv, element, reduced)
     if method == "ring" and ranks > 1:
-        attention += 2 * 2 * own * kv * (element + reduced)
+        attention += 2 * 2 * own * kv * (element + reduced) + _found_bytes(own, kv, element, reduced)
     return max(mlp, attention)
+
+
+def _found_bytes(tokens: int, kv: int, element: int, reduced: int) -> int:
+    """Keys and values side by side, the gradients of both, and one of them as it is added."""
+    return tokens * kv * (4 * element + reduced)
 
 
 def classic_activation_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> float:
@@ -319,7 +336,7 @@ def compose_step(
 
 @dataclass(frozen=True)
 class Choice:
-    method: str
+    method: Method
     reason: str
 
 
@@ -336,7 +353,7 @@ def choose_method(
     bytes for the K/V of all tokens and their gradients, which only `gather` needs."""
     times = {method: _guess_seconds(cfg, method, ranks, tokens, link, flops, causal) for method in METHODS}
     obstacles = {method: find_obstacle(cfg, method, ranks, tokens) for method in METHODS}
-    need = tokens * 2 * kv_width(cfg) * (2 + 4)
+    need = 2 * tokens * kv_width(cfg) * (2 + 4) + _found_bytes(tokens, kv_width(cfg), element=2, reduced=4)
     if need > room:
         obstacles["gather"] = f"K/V of all tokens and their gradients take {need / 2**30:.1f} GiB"
     possible = [method for method in METHODS if not obstacles[method]]
@@ -352,7 +369,7 @@ def choose_method(
     return Choice(best, f"{reason}; {'; '.join(others)}")
 
 
-def _compare(method: str, best: str, times: dict[str, StepTime], obstacles: dict[str, str]) -> str:
+def _compare(method: Method, best: Method, times: dict[Method, StepTime], obstacles: dict[Method, str]) -> str:
     if obstacles[method]:
         return f"{method} cannot: {obstacles[method]}"
     return f"{method} would take {times[method].total / times[best].total:.2f} times as long"

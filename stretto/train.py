@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from stretto import checkpoint, parallel, runtime, techniques
 from stretto.batch import Batch
@@ -119,9 +120,7 @@ def build(config: Config, rt: Runtime) -> Trainable:
         clip=config.optim.clip,
         seed=config.run.seed,
         layer_drop=None if drop is None else build_layer_drop(drop, config, model),
-        split=None
-        if groups is None
-        else parallel.Splitter(config.parallel, config.model, groups.get_group("sequence")),
+        split=None if groups is None else build_splitter(config, groups),
         # Our own kernels drop by a token's place in the whole batch, with the same keys in all processes. Torch's know
         # no places, so there each part of a sequence draws masks of its own.
         stream=() if groups is None or config.techniques.fused else (groups.get_local_rank("sequence"),),
@@ -132,6 +131,11 @@ def build(config: Config, rt: Runtime) -> Trainable:
     if graphs == "on":
         parts.recorders = Recorders(parts)
     return parts
+
+
+def build_splitter(config: Config, groups: DeviceMesh) -> parallel.Splitter:
+    cfg, reason = parallel.choose(config.parallel, config.model, config.data.seq_len, groups.size())
+    return parallel.Splitter(cfg, config.model, groups.get_group("sequence"), reason)
 
 
 def build_layer_drop(cfg: LayerDropConfig, config: Config, model: Model) -> LayerDrop:

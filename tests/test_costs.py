@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ def test_the_choice_says_why() -> None:
     many = costs.choose_method(MHA, 64, 2**18, SLOW)
     assert many.method == "ring" and "16 KV heads do not divide by 64" in many.reason
     full = costs.choose_method(GQA, 8, 2**20, FAST, room=2**30)
-    assert full.method == "ring" and "K/V of all tokens and their gradients take 1.5 GiB" in full.reason
+    assert full.method == "ring" and "K/V of all tokens and their gradients take 3.0 GiB" in full.reason
     assert "\n" not in full.reason
 
 
@@ -212,3 +213,5 @@ def test_obstacles() -> None:
     assert "2 KV heads" in costs.find_obstacle(GQA, "ulysses", 4, 64)
     assert costs.find_obstacle(GQA, "megatron", 16, 64) == ""  # a KV head may be on several ranks
     assert "16 heads" in costs.find_obstacle(GQA, "megatron", 32, 64)
+    assert "no window" in costs.find_obstacle(replace(MHA, window=8), "ring", 4, 64)
+    assert "no attention probabilities" in costs.find_obstacle(replace(MHA, attention_dropout=0.1), "ulysses", 4, 64)

@@ -24,7 +24,7 @@ from stretto.model import Decoder, build_model
 from stretto.parallel.gather import Gather
 from stretto.parallel.layouts import cut, join, split
 from stretto.parallel.partial import Scores, attend_part, backward_part, merge
-from stretto.parallel.sequence import Segment, Splitter, check_processes
+from stretto.parallel.sequence import Segment, Splitter, check_processes, choose
 from tests.conftest import MakeConfig, materialise
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
@@ -52,7 +52,8 @@ def make_layout(lengths: list[int], dense: bool) -> Layout:
 
 
 def make_splitter(part: int, parts: int, model: ModelConfig, **options: Any) -> Splitter:
-    return Splitter(ParallelConfig(sequence=parts, **options), model, Place(part, parts))  # type: ignore[arg-type]
+    cfg = ParallelConfig(sequence=parts, **({"sequence_method": "gather"} | options))
+    return Splitter(cfg, model, Place(part, parts))  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 9), st.sampled_from(LAYOUTS), st.booleans())
@@ -266,6 +267,22 @@ def test_a_model_with_a_window_generates_what_it_was_trained_for() -> None:
 def test_what_cannot_be_split_is_refused(make_config: MakeConfig, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(**changes)
+
+
+def test_the_method_is_chosen_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(width=1024, heads=16, vocab=64)
+    auto = ParallelConfig(sequence=8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    near, reason = choose(auto, model, 2**19 - 5, 16)
+    assert near.sequence_method == "gather" and "on NVLink" in reason
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    far, reason = choose(auto, model, 2**13, 16)
+    assert far.sequence_method == "ulysses" and "on network" in reason and "gather would take" in reason
+    assert f"(ulysses, zigzag): {reason}" in Splitter(far, model, Place(0, 8), reason).describe()  # type: ignore[arg-type]
+    dropping, reason = choose(auto, replace(model, attention_dropout=0.1), 2**13, 16)
+    assert dropping.sequence_method != "ulysses" and "ulysses cannot: it drops no" in reason
+    asked = ParallelConfig(sequence=8, sequence_method="ring")
+    assert choose(asked, model, 2**13, 16) == (asked, "")
 
 
 def test_too_few_processes_are_refused() -> None:

@@ -71,11 +71,11 @@ def backward_part(
             dout, q, k, v, out, lse, reach.q_ends, reach.k_ends, reach.q_max, reach.k_max, 0.0, _is_causal(reach),
             none, none[:0], scale=scores.scale, **_window(reach),
         )  # fmt: skip
-    seen = torch.stack([dk, dv], 1).to(dkv.dtype)
-    if isinstance(reach.rows, slice):
-        dkv[reach.rows] = seen
-    else:
-        dkv.index_add_(0, reach.rows, seen)  # a key may be in the lists of several groups
+    for total, found in zip(dkv.unbind(1), (dk, dv), strict=True):
+        if isinstance(reach.rows, slice):
+            total[reach.rows] = found
+        else:
+            total.index_add_(0, reach.rows, found.to(total.dtype))  # a key may be in the lists of several groups
     return dq, dkv
 
 

@@ -18,6 +18,7 @@ sequence and over the data, and learned positions are no special case: a process
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.batch import IGNORE, Batch, Counts, Layout, Sequences
 from stretto.config import ModelConfig, ParallelConfig
+from stretto.costs import NETWORK, NVLINK, choose_method
 from stretto.errors import ConfigError
 from stretto.ops.attention import words_ref
 from stretto.ops.dropout import draw_keys
@@ -54,6 +56,17 @@ def check_processes(cfg: ParallelConfig, world: int) -> None:
 def build_mesh(device: torch.device, world: int, sequence: int) -> DeviceMesh:
     """(data, sequence); neighbours share a sequence, since they have the faster links."""
     return init_device_mesh(device.type, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
+
+
+def choose(cfg: ParallelConfig, model: ModelConfig, tokens: int, world: int) -> tuple[ParallelConfig, str]:
+    """With a method, and why it is that one if it was not asked for, given so many tokens in a sequence."""
+    if cfg.sequence_method != "auto":
+        return cfg, ""
+    # Groups are neighbours: with as many in a machine as torchrun says, none of them spans two.
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    link, even = NVLINK if local % cfg.sequence == 0 else NETWORK, -(-tokens // cfg.sequence) * cfg.sequence
+    choice = choose_method(model, cfg.sequence, even, link, causal=model.kind != "encoder")
+    return replace(cfg, sequence_method=choice.method), choice.reason
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class Splitter:
     cfg: ParallelConfig
     model: ModelConfig
     group: dist.ProcessGroup  # of those who share a sequence
+    reason: str = ""  # for the method
 
     def __call__(self, batch: Batch) -> Batch:
         """A micro-batch that all of the group have read, on the CPU."""
@@ -114,7 +128,8 @@ class Splitter:
 
     def describe(self) -> str:
         cfg = self.cfg
-        return f"sequences over {cfg.sequence} processes ({cfg.sequence_method}, {cfg.sequence_layout})"
+        words = f"sequences over {cfg.sequence} processes ({cfg.sequence_method}, {cfg.sequence_layout})"
+        return f"{words}: {self.reason}" if self.reason else words
 
     def side(self, of: Sequences) -> Side:
         assert of.layout.lengths is None, "padding is not split"
@@ -141,6 +156,7 @@ class Splitter:
         return Sequences(ids, positions, layout, types)
 
     def choose_method(self, queries: Side, keys: Side, causal: bool) -> Method:
+        assert self.cfg.sequence_method != "auto", "the method has been chosen before"
         part, parts, owner, window = queries.part, queries.cut.parts, keys.cut.owner, self.model.window
         if self.cfg.sequence_method == "ulysses":
             q_rows, k_rows = (torch.from_numpy(side.cut.row) for side in (queries, keys))

@@ -95,7 +95,7 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def splitter(cfg: ModelConfig, sequence: int = 0, **options: Any) -> Splitter:
     world = dist.get_world_size()
     groups = MESHES.setdefault(sequence or world, build_mesh(torch.device("cpu"), world, sequence or world))
-    options = {f"sequence_{key}": value for key, value in options.items()}
+    options = {f"sequence_{key}": value for key, value in ({"method": "gather"} | options).items()}
     return Splitter(ParallelConfig(sequence=sequence or world, **options), cfg, groups.get_group("sequence"))
 
 

@@ -38,6 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {  # of the run in one process that is named f
     "dropped shard": {"parallel__data": "shard"},
     "updates ring": {"parallel__sequence_method": "ring"},
     "standard gather": {},
+    "fused auto": {"parallel__sequence_method": "auto"},
 }
 WAYS_OF_FOUR: dict[str, dict[str, Any]] = {
     "fused hybrid": {"parallel__data": "hybrid"},
@@ -46,7 +47,10 @@ WAYS_OF_FOUR: dict[str, dict[str, Any]] = {
 
 
 def trees(folder: Path) -> dict[str, dict[str, Any]]:
-    plain = change(base(folder), train__steps=STEPS, train__micro_batches=2, train__eval_every=3, model__dropout=0.0)
+    plain = change(
+        base(folder), train__steps=STEPS, train__micro_batches=2, train__eval_every=3, model__dropout=0.0,
+        parallel__sequence_method="gather",
+    )  # fmt: skip
     masked = change(
         plain, data__task="masked", model__kind="encoder", model__norm_order="post", model__embed_norm=True,
         techniques__fused={},
@@ -185,7 +189,7 @@ main()
 """
     sets = [
         f"run.dir={runs / 'lost'}", f"data.train={runs / 'text'}", "data.seq_len=32", "train.steps=100000",
-        "run.timeout_s=30", "parallel.sequence=2",
+        "run.timeout_s=30", "parallel.sequence=2", "parallel.sequence_method=gather",
     ]  # fmt: skip
     options = [part for override in sets for part in ("--set", override)]
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port()), "OMP_NUM_THREADS": "1"}
