@@ -251,7 +251,7 @@ class Meter:
         pairs = own * (own + (ranks - 1) * own) / 2
         if self.device.type != "cuda" or 4 * pairs * cfg.width > 4 * self.grid.most_flops or own > self.grid.most_rows:
             return None
-        with share.stand_in(ranks, ranks - 1) as group:
+        with share.stand_in(ranks, 0) as group:  # who sees most keys, zig-zag
             way, others = WAYS["gather"], group if ranks > 1 else None
             block = share.build_block(cfg, way, others, self.device, self.dtype, recompute=True)
             part = share.take_part(cfg, way, tokens, others, self.device)
@@ -282,13 +282,13 @@ class Meter:
 
 
 def time_blocks(meter: Meter, cfg: ModelConfig, name: str, ranks: int, tokens: int) -> list[Timed]:
-    """Of attention on the slowest rank. Contiguous, that is the last; zig-zag, all see as many pairs, but in a ring the
-    first sees all keys of others with half of its queries, and the last half of the keys with all of them: at any time
-    somebody does the one and somebody the other, so the slower of the two counts."""
+    """Of attention on the slowest rank. Contiguous, that is the last. Zig-zag, all see as many pairs: the first sees
+    all keys of others with half of its queries, and the last half of the keys with all of them. All wait for the slower
+    of the two; in a ring, somebody does the one and somebody the other at any time."""
     way, kv_heads = WAYS[name], cfg.kv_heads or cfg.heads
     if ranks == 1 or way.method == "megatron":
         return [meter.whole(tokens, cfg.heads // ranks, max(kv_heads // ranks, 1), cfg.width // cfg.heads)]
-    candidates = (0, ranks - 1) if way.method == "ring" else (ranks - 1,)
+    candidates = (0, ranks - 1) if way.layout == "zigzag" else (ranks - 1,)
     found = [meter.blocks(cfg, way, ranks, rank, tokens) for rank in candidates]
     return max(found, key=lambda blocks: sum_passes(block.seconds for block in blocks).total)
 
