@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -218,7 +219,7 @@ def plan(recipe: str, config: Config, variants: Sequence[str], num_seeds: int, o
     if not config.data.cache:
         config = replace(config, data=replace(config.data, cache=str(store)))
     data = open_data(config.data, seed=config.run.seed, folder=store, image_size=config.model.image_size)
-    config = complete(config, data, world=1)
+    config = complete(config, data, Runtime(torch.device("cpu")))
     varied = {variant: vary(config, variant, data) for variant in variants}
     jobs = []
     for seed in range(num_seeds):

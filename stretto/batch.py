@@ -9,13 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 B = TypeVar("B")
 IGNORE = -100  # a label that is not to be predicted
+
+
+class Segment(Protocol):
+    """Tokens whose sequences go on in other processes (see parallel/sequence.py): how they attend to all of them."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [T]: which tokens of the whole batch these are."""
+        ...
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, own: bool, dropout: float, key: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """As attention.attend does for whole sequences, by the masks of the model that the batch was split for. `own`:
+        keys are those of the same side of the batch."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,7 @@ class Layout:
     dense: bool = False  # the tokens are a rectangle [N, max_len]
     lengths: Tensor | None = None  # int32 [N], dense only: real tokens per row; None: every row is full
     num_real: Tensor | None = None  # int64 [], packed only: those behind so many tokens are filler; None: none are
+    segment: Segment | None = None  # these are parts of longer sequences; None: they are whole
 
     @property
     def num_sequences(self) -> int:

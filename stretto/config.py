@@ -94,6 +94,7 @@ class ModelConfig:
     mlp_width: int = 0  # 0: four times the width
     vocab: int = 0  # 0: what the tokenizer has, rounded up to a multiple of 64
     max_len: int = 1024  # size of the position table, and the longest text that is generated
+    window: int = 0  # decoder: a token sees so many, itself and those right before it; 0: all before it
     # none: what `stretto export --fold` makes of a model that was trained to need none; others may not train without.
     norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"
     norm_order: Literal["pre", "post"] = "pre"
@@ -124,7 +125,7 @@ class ModelConfig:
         _require_positive("model", self, "layers", "width", "heads", "max_len", "patch", "image_size", "channels")
         _require_positive("model", self, "norm_eps", "rope_theta")
         _require_not_negative(
-            "model", self, "decoder_layers", "kv_heads", "mlp_width", "vocab", "token_types", "classes"
+            "model", self, "decoder_layers", "kv_heads", "mlp_width", "vocab", "window", "token_types", "classes"
         )
         _require(
             self.width % self.heads == 0, f"model.width = {self.width} is not a multiple of model.heads = {self.heads}"
@@ -143,6 +144,10 @@ class ModelConfig:
         _require(
             self.positions == "rotary" or self.rope_scaling is None,
             f"[model.rope_scaling] is for model.positions = 'rotary', not {self.positions!r}",
+        )
+        _require(
+            self.kind == "decoder" or self.window == 0,
+            f"model.window is for a decoder, not for model.kind = {self.kind!r}",
         )
         _require(
             self.kind == "encoder-decoder" or self.embed_shared,
@@ -260,7 +265,29 @@ class TechniquesConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     # How several processes share the work: each a whole copy of the model, or its weights split over them (FSDP2).
-    data: Literal["replicate", "shard"] = "replicate"
+    # hybrid: split over the processes of one sequence, and a whole copy for each group of them.
+    data: Literal["replicate", "shard", "hybrid"] = "replicate"
+    # How many processes share each sequence: with attention to far more tokens than one GPU can hold. The rest of the
+    # processes share the batch: 8 of them and sequence = 4 make two groups.
+    sequence: int = 1
+    # How their tokens attend to each other: all get the keys and values of all (gather), each gets some heads of all
+    # tokens (ulysses), or keys and values go around (ring). auto: what should be fastest; the log says why. See
+    # docs/sequence.md.
+    sequence_method: Literal["auto", "gather", "ulysses", "ring"] = "auto"
+    # Who gets which tokens: one run of them, an early and a late run, or those of each document of a packed batch.
+    sequence_layout: Literal["contiguous", "zigzag", "documents"] = "zigzag"
+    # gather: keep what was gathered for the backward pass; false: gather it again then, which takes less memory.
+    sequence_keep: bool = True
+    sequence_heads: int = 0  # gather: so many key/value heads at a time, which takes less memory; 0: all at once
+
+    def __post_init__(self) -> None:
+        _require_positive("parallel", self, "sequence")
+        _require_not_negative("parallel", self, "sequence_heads")
+        _require(
+            self.data != "hybrid" or self.sequence > 1,
+            "parallel.data = 'hybrid' splits weights over the processes of a sequence: set parallel.sequence, or use"
+            " 'shard'",
+        )
 
 
 @dataclass(frozen=True)
@@ -304,6 +331,52 @@ class Config:
         _require(
             self.model.kind != "encoder" or self.model.classes == 0,
             "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
+        )
+        if self.parallel.sequence > 1:
+            self._check_sequence()
+
+    def _check_sequence(self) -> None:
+        """What can be said without knowing how many processes there are."""
+        cfg, model, key = self.parallel, self.model, f"parallel.sequence = {self.parallel.sequence}"
+        kv_heads = model.kv_heads or model.heads
+        _require(
+            model.kind != "vit", f"{key}: an image is a short sequence, and is not split; leave out parallel.sequence"
+        )
+        _require(self.data.layout == "packed", f"{key} would split padding too: set data.layout to 'packed'")
+        _require(
+            self.data.seq_len >= 2 * cfg.sequence,
+            f"{key} leaves less than two tokens of data.seq_len = {self.data.seq_len} to a process: lower"
+            " parallel.sequence, or raise data.seq_len",
+        )
+        _require(
+            cfg.sequence_method != "ulysses" or kv_heads % cfg.sequence == 0,
+            f"parallel.sequence_method = 'ulysses' shares key/value heads out, and {cfg.sequence} processes cannot"
+            f" share {kv_heads}: make parallel.sequence a divisor of it, or use 'gather'",
+        )
+        _require(
+            cfg.sequence_method != "ulysses" or model.attention_dropout == 0.0,
+            "parallel.sequence_method = 'ulysses' drops no attention probabilities: set model.attention_dropout to 0,"
+            " or use 'gather'",
+        )
+        _require(
+            cfg.sequence_method != "ring" or model.window == 0,
+            "parallel.sequence_method = 'ring' knows no window (model.window), of which it would send far more than is"
+            " seen: use 'gather'",
+        )
+        _require(
+            cfg.sequence_heads == 0 or kv_heads % cfg.sequence_heads == 0,
+            f"parallel.sequence_heads = {cfg.sequence_heads} does not divide the model's {kv_heads} key/value heads",
+        )
+        drop, standard = self.techniques.layer_drop, self.techniques.standardize
+        _require(
+            drop is None or drop.gate == "batch",
+            f"{key}: with techniques.layer_drop.gate = 'sample' each block would need other sequences, cut anew: set it"
+            " to 'batch'",
+        )
+        _require(
+            standard is None or standard.axis == "token",
+            f"{key}: techniques.standardize.axis = {standard and standard.axis!r} needs statistics over tokens that"
+            " other processes have: set it to 'token'",
         )
 
 

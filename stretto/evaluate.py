@@ -12,24 +12,29 @@ import torch.nn.functional as F
 from stretto.data import Data, PairData, open_data
 from stretto.generate import translate
 from stretto.model import Model
+from stretto.parallel.sequence import Splitter
 from stretto.runtime import Runtime, start
 from stretto.step import autocast, resolve_precision
 from stretto.trained import Trained, load_run_config, load_trained
 
 
 @torch.no_grad()
-def evaluate(model: Model, precision: str, data: Data, num_batches: int, rt: Runtime) -> dict[str, float]:
-    """Mean loss per predicted token (or image) over the first `num_batches` evaluation batches; 0 means all."""
+def evaluate(
+    model: Model, precision: str, data: Data, num_batches: int, rt: Runtime, split: Splitter | None = None
+) -> dict[str, float]:
+    """Mean loss per predicted token (or image) over the first `num_batches` evaluation batches; 0 means all. `split`
+    gives each of the processes that share sequences its part."""
     kind = model.cfg.kind
     num_batches = min(num_batches or data.num_eval_batches, data.num_eval_batches)
     loss_sum, correct = torch.zeros((), device=rt.device), torch.zeros((), device=rt.device)
     num_labels = 0
     was_training = model.training
     model.eval()
-    for i in range(0, num_batches, rt.world):
+    for i in range(0, num_batches, rt.data_world):
         # Where batches run out, a process repeats the last one with weight 0: sharded weights need all to take part.
-        mine = i + rt.rank
-        batch = data.eval_batch(min(mine, num_batches - 1)).to(rt.device)
+        mine = i + rt.data_rank
+        batch = data.eval_batch(min(mine, num_batches - 1))
+        batch = (batch if split is None else split(batch)).to(rt.device)
         weight = float(mine < num_batches)
         with autocast(precision, rt.device):
             if kind == "vit":

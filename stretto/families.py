@@ -58,7 +58,7 @@ FAMILIES: dict[str, Family] = {  # by the model_type of config.json
             "activation": ("activation_function",), "tied": ("tie_word_embeddings",),
             "dropout": ("resid_pdrop", "embd_pdrop"), "attention_dropout": ("attn_pdrop",),
         },
-        fixed=_PLAIN | {"kind": "decoder", "norm_order": "pre", "positions": "learned", "token_types": 0},
+        fixed=_PLAIN | {"kind": "decoder", "norm_order": "pre", "positions": "learned", "token_types": 0, "window": 0},
         demands={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
         defaults={
             "n_inner": None, "tie_word_embeddings": True, "activation_function": "gelu_new", "resid_pdrop": 0.1,
@@ -75,7 +75,7 @@ FAMILIES: dict[str, Family] = {  # by the model_type of config.json
         },
         fixed={
             "kind": "decoder", "norm": "rmsnorm", "norm_order": "pre", "positions": "rotary", "activation": "swiglu",
-            "embed_scale": False, "embed_norm": False, "token_types": 0,
+            "embed_scale": False, "embed_norm": False, "token_types": 0, "window": 0,
         },
         demands={"hidden_act": "silu"},
         defaults={

@@ -36,7 +36,8 @@ def training_flops(cfg: ModelConfig, counts: Counts, depths: Mapping[str, Depth]
         return 6 * products + 12 * layers * width * counts.pairs
     products = counts.tokens * width * cfg.vocab
     if cfg.kind == "decoder":
-        return 6 * (products + counts.tokens * decoder_layers * block) + 6 * decoder_layers * width * counts.pairs
+        seen = min(counts.pairs, 2 * cfg.window * counts.tokens) if cfg.window else counts.pairs
+        return 6 * (products + counts.tokens * decoder_layers * block) + 6 * decoder_layers * width * seen
     products += counts.source_tokens * (layers * block + decoder_layers * 2 * width * width)
     products += counts.tokens * decoder_layers * (block + 2 * width * width)
     pairs = layers * counts.source_pairs + decoder_layers * (counts.pairs / 2 + counts.cross_pairs)

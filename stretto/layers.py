@@ -10,7 +10,8 @@ FSDP2 does). The residual stream runs in the precision of the matrix products. B
     down(dropout(act(up(h) + bias)))        mlp
     cross_entropy(linear(x))                linear_cross_entropy: the logits never exist as a whole
 
-Generation, which goes token by token through a cache, takes the plain path.
+Generation, which goes token by token through a cache, takes the plain path. Where tokens are parts of longer sequences,
+dropout is a kernel of its own: the others count rows from 0, and a mask has to depend on a token's place in the whole.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class FusedStack(Stack):
         for i, share in shares.items():
             parts = {"share": share, "pending": pending, "keys": keys[i], "memory_kv": memories.get(i)}
             x, pending = self.blocks[i](x, layout, rotary, memory, memory_layout, **parts)
-        return last.add(pending, x, self.norm, keys[-1][0])[0] if last.pre_norm else x
+        return last.add(pending, x, self.norm, keys[-1][0], layout)[0] if last.pre_norm else x
 
     def draw_keys(self, x: Tensor) -> list[Keys]:
         """For each block, and for the norm after the last."""
@@ -196,7 +197,7 @@ class FusedBlock(Block):
         layout, rotary, memory, memory_layout = narrow(share.part, layout, rotary, memory, memory_layout)
         branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
             (self.attention_norm, lambda h: self.attend_self(h, layout, rotary, self_key)),
-            (self.mlp_norm, lambda h: self.expand(h, mlp_key)),
+            (self.mlp_norm, lambda h: self.expand(h, mlp_key, layout)),
         ]
         if self.cross is not None and self.cross_norm is not None:
             parts = (layout, memory, memory_layout, memory_kv, cross_key)
@@ -204,27 +205,37 @@ class FusedBlock(Block):
         if self.pre_norm and share.scale is not None and (share.whole or not is_norm(self.attention_norm)):
             x, put = take(share, x)
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
-                h, x = self.add(pending, x, norm, key)
+                h, x = self.add(pending, x, norm, key, layout)
                 pending = branch(h) if share.whole else scale_branch(branch(h), share.scale)
-            return put(self.settle(pending, x, norm_keys[0])), NOTHING
+            return put(self.settle(pending, x, norm_keys[0], layout)), NOTHING
         if self.pre_norm:
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
-                h, x = self.add(pending, x, norm, key, share.part.subset)
+                h, x = self.add(pending, x, norm, key, layout, share.part.subset)
                 places = None if share.part.subset is None else share.part.subset.places
                 pending = branch(h)._replace(scale=share.scale, places=places)
             return x, pending
         again = pending.out
         assert again is not None
         for (norm, branch), key in zip(branches, norm_keys, strict=False):
-            again, x = self.add(branch(again), x, norm, key)
+            again, x = self.add(branch(again), x, norm, key, layout)
         return x, Branch(again)
 
     def add(
-        self, branch: Branch, x: Tensor, norm: nn.Module, key: Tensor | None, wanted: Subset | None = None
+        self,
+        branch: Branch,
+        x: Tensor,
+        norm: nn.Module,
+        key: Tensor | None,
+        layout: Layout,
+        wanted: Subset | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The normalised sum, of the tokens that are wanted; and the stream that goes on: the sum itself, or post-norm
         the normalised one."""
         p, post = self.dropout if self.training else 0.0, not self.pre_norm
+        rows = find_rows(layout)
+        if rows is not None and branch.out is not None and key is not None:
+            branch = branch._replace(out=dropout(add_bias(branch), p, key, rows), bias=None)
+            p, key = 0.0, None
         if isinstance(norm, Affine):
             return norm.add(branch.out, x, branch.bias, p, key, post)
         if isinstance(norm, nn.Identity):
@@ -233,12 +244,10 @@ class FusedBlock(Block):
         parts = (*norm_parts(norm), p, key, post, branch.scale, branch.places, *some)
         return add_norm(branch.out, x, branch.bias, *parts)
 
-    def settle(self, branch: Branch, x: Tensor, key: Tensor | None) -> Tensor:
+    def settle(self, branch: Branch, x: Tensor, key: Tensor | None, layout: Layout) -> Tensor:
         """The stream with the last branch added to it, where the next norm cannot do that."""
-        out, p = branch.out, self.dropout if self.training else 0.0
-        assert out is not None
-        out = out if branch.bias is None else out + branch.bias.to(out.dtype)
-        return x + (out if key is None else dropout(out, p, key))
+        out, p = add_bias(branch), self.dropout if self.training else 0.0
+        return x + (out if key is None else dropout(out, p, key, find_rows(layout)))
 
     def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
         at = self.attention
@@ -246,7 +255,7 @@ class FusedBlock(Block):
         angles = () if rotary is None else (rotary.cos, rotary.sin)
         q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *angles)
         p = at.dropout if self.training else 0.0
-        out = attend(q, k, v, layout, layout, at.causal, p, key=key).flatten(1)
+        out = attend(q, k, v, layout, layout, at.causal, p, key=key, window=at.window).flatten(1)
         return Branch(linear(out, at.out.weight), at.out.bias)
 
     def attend_memory(
@@ -266,10 +275,14 @@ class FusedBlock(Block):
         out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key).flatten(1)
         return Branch(linear(out, at.out.weight), at.out.bias)
 
-    def expand(self, h: Tensor, key: Tensor | None) -> Branch:
+    def expand(self, h: Tensor, key: Tensor | None, layout: Layout) -> Branch:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
         # Pre-norm, the norm that adds the bias is the next block's, by when FSDP2 has put this block's weights away.
         mine, left = (down.bias, None) if self.pre_norm and isinstance(self, FSDPModule) else (None, down.bias)
+        rows = find_rows(layout)
+        if p > 0.0 and key is not None and rows is not None:
+            inner = activate(linear(h, up.weight), up.bias, self.mlp.activation, 0.0, None)
+            return Branch(linear(dropout(inner, p, key, rows), down.weight, mine), left)
         out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute)
         return Branch(out, left)
 
@@ -282,10 +295,11 @@ class FusedEmbedding(Embedding):
         plain = isinstance(self.norm, nn.Identity | Affine)
         norm: NormParts = (None, None, 0.0, False) if plain else norm_parts(self.norm)
         key, dtype = draw_keys(inputs.ids, 1)[0] if p > 0 else None, product_dtype(token)
-        tables = (inputs.ids, token, positions, place, inputs.types, kind, self.scale)
-        if isinstance(self.norm, Affine):
-            x = self.norm(embed(*tables, *norm, 0.0, None, dtype))
-            return x if key is None else dropout(x, p, key)
+        tables, rows = (inputs.ids, token, positions, place, inputs.types, kind, self.scale), find_rows(inputs.layout)
+        if isinstance(self.norm, Affine) or (key is not None and rows is not None):
+            x = embed(*tables, *norm, 0.0, None, dtype)
+            x = self.norm(x) if isinstance(self.norm, Affine) else x
+            return x if key is None else dropout(x, p, key, rows)
         return embed(*tables, *norm, p, key, dtype)
 
     def place(self, inputs: Sequences, width: int) -> tuple[Tensor | None, Tensor | None]:
@@ -313,6 +327,16 @@ class FusedLMHead(LMHead):
             plain = isinstance(self.norm, nn.Identity | Affine)
             x = self.norm(x) if plain else norm(x, *norm_parts(self.norm))
         return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
+
+
+def find_rows(layout: Layout) -> Tensor | None:
+    """What tokens are dropped by, their numbers in the whole batch; None: all of it is here."""
+    return None if layout.segment is None else layout.segment.tokens
+
+
+def add_bias(branch: Branch) -> Tensor:
+    assert branch.out is not None
+    return branch.out if branch.bias is None else branch.out + branch.bias.to(branch.out.dtype)
 
 
 def scale_branch(branch: Branch, scale: Tensor) -> Branch:

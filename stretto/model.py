@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
     def __init__(self, cfg: ModelConfig, causal: bool) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_size = cfg.heads, cfg.kv_heads or cfg.heads, cfg.width // cfg.heads
-        self.causal, self.dropout = causal, cfg.attention_dropout
+        self.causal, self.window, self.dropout = causal, cfg.window, cfg.attention_dropout
         self.qkv = nn.Linear(cfg.width, (self.heads + 2 * self.kv_heads) * self.head_size, bias=cfg.bias)
         self.out = nn.Linear(cfg.width, cfg.width, bias=cfg.bias)
 
@@ -92,11 +92,13 @@ class SelfAttention(nn.Module):
         if cache is not None:
             rows = layout.num_sequences
             past_k, past_v = cache.append(*(t.reshape(rows, -1, self.kv_heads, self.head_size) for t in (k, v)))
+            if self.window and layout.max_len == 1:
+                past_k, past_v = past_k[:, -self.window :], past_v[:, -self.window :]
             k, v = past_k.flatten(0, 1), past_v.flatten(0, 1)
             kv_layout = dense_layout(rows, past_k.shape[1], device=x.device)
             causal = layout.max_len > 1  # one new token sees all of the past; a first prompt is causal as in training
         p = self.dropout if self.training else 0.0
-        return self.out(attend(q, k, v, layout, kv_layout, causal, p).flatten(1))
+        return self.out(attend(q, k, v, layout, kv_layout, causal, p, window=self.window).flatten(1))
 
 
 class CrossAttention(nn.Module):

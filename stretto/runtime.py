@@ -37,10 +37,21 @@ class Runtime:
     rank: int = 0
     world: int = 1
     stop: bool = False  # a signal asked for it
+    sequence: int = 1  # neighbouring processes that share each sequence, and so each micro-batch
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the micro-batches that are worked on at the same time is this process's."""
+        return self.rank // self.sequence
+
+    @property
+    def data_world(self) -> int:
+        """How many there are."""
+        return self.world // self.sequence
 
     def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
         """Integers summed over all processes, on the host: the device is not asked and goes on working."""

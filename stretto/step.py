@@ -18,6 +18,7 @@ from stretto.layers import Pressure
 from stretto.model import Model
 from stretto.optim import FlatAdamW, clip_gradients
 from stretto.parallel.data import StaticGradients, gradient_sync, replicate
+from stretto.parallel.sequence import Splitter
 from stretto.runtime import Runtime, seed_all
 from stretto.techniques.layer_drop import LayerDrop
 
@@ -40,6 +41,8 @@ class Trainable:
     clip: float
     seed: int
     layer_drop: LayerDrop | None = None  # what leaves blocks out
+    split: Splitter | None = None  # gives a process its part of a micro-batch; None: it works on all of it
+    stream: tuple[int, ...] = ()  # what torch's generators depend on besides the seed and the micro-batch
     may_record: bool = False  # steps are replayed from CUDA graphs, or may be: batches then come in few shapes
     gradients: StaticGradients | None = None  # None: as autograd makes them
     recorders: Recorders | None = None  # of CUDA graphs; None: every kernel is launched by the host
@@ -53,7 +56,8 @@ class Trainable:
 
     def describe(self) -> str:
         size = sum(p.numel() for p in self.plain.parameters())
-        return f"{self.plain.cfg.kind} with {size / 1e6:.1f}M parameters, {self.precision}"
+        words = [f"{self.plain.cfg.kind} with {size / 1e6:.1f}M parameters", self.precision]
+        return ", ".join(words if self.split is None else [*words, self.split.describe()])
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
@@ -84,7 +88,8 @@ def run_step(parts: Trainable, batches: Sequence[tuple[int, Batch]], num_labels:
         return recorders.step.run(batch)
     loss_sum = torch.zeros((), device=parts.device)
     for index, batch in batches:
-        seed_all(parts.seed, index)  # dropout depends on (seed, micro-batch), not on what ran before or where
+        # Dropout depends on (seed, micro-batch), not on what ran before or where.
+        seed_all(parts.seed, index, *parts.stream)
         with gradient_sync(parts.model, last=index == batches[-1][0]):
             loss_sum += learn(parts, batch) if recorders is None else recorders.learn.run(batch)[0]
     if static is not None:

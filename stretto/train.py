@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from stretto import checkpoint, parallel, runtime, techniques
 from stretto.batch import Batch
@@ -56,11 +57,13 @@ def train(config: Config, resume: bool = False) -> Path:
     """Trains what the configuration says and returns the run folder."""
     folder = Path(config.run.dir)
     with runtime.start(config.run) as rt, ExitStack() as cleanup:
+        parallel.check_processes(config.parallel, rt.world)
+        rt.sequence = config.parallel.sequence
         if rt.is_main:
             _prepare_folder(folder, resume)
             cleanup.enter_context(runtime.lock_folder(folder))
         data = _open_data(config, folder, rt)
-        config = complete(config, data, rt.world)
+        config = complete(config, data, rt)
         run = Run(config, data, build(config, rt), rt)
         if resume:
             load_latest(run)
@@ -86,7 +89,8 @@ def build(config: Config, rt: Runtime) -> Trainable:
     model = build_model(config.model)
     roles = sites(model)
     techniques.apply_all(model, config.techniques, roles, rt.device, precision)
-    sharded = parallel.shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[precision])
+    groups = parallel.build_mesh(rt.device, rt.world, rt.sequence) if rt.sequence > 1 else None
+    sharded = parallel.shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[precision], groups)
     model.to_empty(device=rt.device)
     optimizer = build_optimizer(model, config.optim, config.techniques.fused, config.run.seed)
     drop, standard = config.techniques.layer_drop, config.techniques.standardize
@@ -116,6 +120,10 @@ def build(config: Config, rt: Runtime) -> Trainable:
         clip=config.optim.clip,
         seed=config.run.seed,
         layer_drop=None if drop is None else build_layer_drop(drop, config, model),
+        split=None if groups is None else build_splitter(config, groups),
+        # Our own kernels drop by a token's place in the whole batch, with the same keys in all processes. Torch's know
+        # no places, so there each part of a sequence draws masks of its own.
+        stream=() if groups is None or config.techniques.fused else (groups.get_local_rank("sequence"),),
         may_record=may_record,
         pressure=find_pressure(model),
         gradients=gradients,
@@ -123,6 +131,11 @@ def build(config: Config, rt: Runtime) -> Trainable:
     if graphs == "on":
         parts.recorders = Recorders(parts)
     return parts
+
+
+def build_splitter(config: Config, groups: DeviceMesh) -> parallel.Splitter:
+    cfg, reason = parallel.choose(config.parallel, config.model, config.data.seq_len, groups.size())
+    return parallel.Splitter(cfg, config.model, groups.get_group("sequence"), reason)
 
 
 def build_layer_drop(cfg: LayerDropConfig, config: Config, model: Model) -> LayerDrop:
@@ -136,12 +149,14 @@ def run_loop(run: Run, report: Report) -> None:
     meter, choice = Meter(rt.device, rt.world), GraphChoice(parts, rt, report.say)
 
     def batches_of(step: int) -> list[tuple[int, Batch]]:
-        mine = range(step * cfg.micro_batches + rt.rank, (step + 1) * cfg.micro_batches, rt.world)
+        mine = range(step * cfg.micro_batches + rt.data_rank, (step + 1) * cfg.micro_batches, rt.data_world)
         batches = [(i, run.data.train_batch(i)) for i in mine]
         if parts.may_record:
             batches = [(i, to_bucket(batch)) for i, batch in batches]
         if parts.layer_drop is not None:
             batches = [(i, parts.layer_drop(batch, step, i)) for i, batch in batches]
+        if parts.split is not None:
+            batches = [(i, parts.split(batch)) for i, batch in batches]
         return [(i, batch.to(rt.device)) for i, batch in batches]
 
     for step, batches in prefetch(batches_of, first, total):
@@ -180,7 +195,8 @@ def run_loop(run: Run, report: Report) -> None:
 
 def evaluate_now(run: Run, report: Report) -> bool:
     """Whether the model is better than ever before."""
-    scores = evaluate(run.parts.plain, run.parts.precision, run.data, run.config.train.eval_batches, run.rt)
+    parts, num_batches = run.parts, run.config.train.eval_batches
+    scores = evaluate(parts.plain, parts.precision, run.data, num_batches, run.rt, parts.split)
     report.eval_line(run.step, scores)
     if scores["eval_loss"] >= run.best:
         return False
@@ -253,9 +269,9 @@ def _identity(run: Run) -> dict[str, Any]:
     }
 
 
-def complete(config: Config, data: Data, world: int) -> Config:
+def complete(config: Config, data: Data, rt: Runtime) -> Config:
     """Fills in what only the data and the number of processes can tell, and checks that it fits."""
-    model, micro_batches = config.model, config.train.micro_batches or world
+    model, micro_batches = config.model, config.train.micro_batches or rt.data_world
     if model.positions == "rotary":  # no table to outgrow: what was trained can also be generated
         model = replace(model, max_len=max(model.max_len, config.data.seq_len))
     if data.tokenizer is not None:
@@ -270,10 +286,11 @@ def complete(config: Config, data: Data, world: int) -> Config:
         model = replace(model, classes=len(data.labels))
     elif model.classes < len(data.labels):
         raise ConfigError(f"model.classes = {model.classes}, but the data has {len(data.labels)} classes; set it to 0")
-    if micro_batches % world:
+    if micro_batches % rt.data_world:
+        sharers = "processes" if rt.sequence == 1 else f"groups of parallel.sequence = {rt.sequence} processes"
         raise ConfigError(
-            f"train.micro_batches = {micro_batches} cannot be shared by {world} processes: "
-            f"make it a multiple of {world}, or use fewer processes"
+            f"train.micro_batches = {micro_batches} cannot be shared by {rt.data_world} {sharers}: "
+            f"make it a multiple of {rt.data_world}, or use fewer processes"
         )
     return replace(config, model=model, train=replace(config.train, micro_batches=micro_batches))
 
@@ -296,9 +313,10 @@ def _find_obstacles(config: Config, rt: Runtime, precision: str) -> list[str]:
     obstacles = {
         "they need a GPU": rt.device.type != "cuda",
         "they need [techniques.fused], whose optimizer keeps all it needs on the device": not config.techniques.fused,
-        "parallel.data = 'shard' gathers weights in the middle of a pass, into memory that moves": will_shard(
-            config.parallel
+        f"parallel.data = '{config.parallel.data}' gathers weights in the middle of a pass, into memory that moves": (
+            will_shard(config.parallel)
         ),
+        "parallel.sequence sends keys and values in the middle of a pass": rt.sequence > 1,
         "fp16 adjusts its loss scale on the host: set train.precision to 'bf16'": precision == "fp16",
         "techniques.layer_drop.sampling = 'bernoulli' has too many patterns to record: set it to 'systematic'": (
             drop is not None and by_step and drop.sampling == "bernoulli"

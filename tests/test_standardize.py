@@ -339,7 +339,7 @@ def learn_python(folder: Path, steps: int, techniques: dict[str, Any], depth: fl
         "techniques": techniques,
     })  # fmt: skip
     data = open_data(config.data, seed=0, folder=folder / "data", image_size=0)
-    config = complete(config, data, 1)
+    config = complete(config, data, Runtime(CPU))
     parts, random = build_parts(config, Runtime(CPU)), torch.Generator().manual_seed(0)
     for name, p in parts.plain.named_parameters():
         if p.ndim == 2:

@@ -61,20 +61,20 @@ _WORD = 0xFFFFFFFF
 _SPREAD = 0x9E3779B1  # odd, so that keys stay distinct; about 2^32 / golden ratio, so that neighbours lie far apart
 
 
-def words_ref(key: Tensor | None, tokens: int, heads: int) -> Tensor:
-    """The words of all rows, [2, H, T], as int32; none without a key."""
+def words_ref(key: Tensor | None, token: Tensor, heads: int) -> Tensor:
+    """The words of all rows of the queries with these numbers [T], [2, H, T], as int32; none without a key."""
     if key is None:
         return torch.empty(2, heads, 0, dtype=torch.int32)
     (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
-    row = torch.arange(tokens, device=key.device) * heads + torch.arange(heads, device=key.device)[:, None]
+    row = token * heads + torch.arange(heads, device=key.device)[:, None]
     words = [mix_ref((mix_ref(row ^ low) + high) & _WORD) for low, high in ((a, b), (c, d))]
     return torch.stack(words).to(torch.int32)
 
 
-def keep_ref(words: Tensor, keys: int, p: float) -> Tensor:
-    """The mask [H, queries, keys] for words [2, H, queries]: True where a probability survives."""
+def keep_ref(words: Tensor, col: Tensor, p: float) -> Tensor:
+    """The mask [H, queries, keys] for words [2, H, queries] and the places of the keys in their sequence [keys]: True
+    where a probability survives."""
     first, second = (words.long() & _WORD)[..., None]
-    col = torch.arange(keys, device=words.device)
     word = mix_ref((((col & ~8) * _SPREAD & _WORD ^ first) + second) & _WORD)
     return (word >> (col & 8) * 2 & 0xFFFF) >= int(p * 2**16)
 
@@ -103,7 +103,9 @@ def _scores_ref(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: 
 
 def _survival_ref(words: Tensor, scores: Tensor, p: float) -> Tensor | float:
     """What drop() multiplies by, [H, queries, keys], for words [2, H, queries]."""
-    return keep_ref(words, scores.shape[2], p).to(scores.dtype) / (1 - p) if p > 0.0 else 1.0
+    if p == 0.0:
+        return 1.0
+    return keep_ref(words, torch.arange(scores.shape[2], device=words.device), p).to(scores.dtype) / (1 - p)
 
 
 def attention_ref(
@@ -119,7 +121,7 @@ def attention_ref(
     key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse and words: the definition of correct."""
-    words = words_ref(key, q.shape[0], q.shape[1]).to(q.device)
+    words = words_ref(key, torch.arange(q.shape[0], device=q.device), q.shape[1]).to(q.device)
     outs, sums = [q[:0]], [q.new_empty(q.shape[1], 0, dtype=wide_dtype(q.dtype))]
     for rows, cols in _sequences(q_offsets, k_offsets):
         scores = _scores_ref(q[rows], k[cols], bias, causal, scale)

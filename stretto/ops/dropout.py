@@ -11,7 +11,9 @@ The hash mixes 32-bit words with two multiplications a round (a xorshift-multipl
 Key and row give two words, once per row; each element then costs two rounds, about 16 integer instructions. A Philox
 word costs ten rounds of four multiplications, more than the arithmetic of any kernel it would be fused into.
 
-Shapes: x [R, C], R and C below 2^31; key [2], int64. Saved for backward: key.
+Where x is a part of something larger, `rows` says which of its rows are here: they are dropped as they would be there.
+
+Shapes: x [R, C], R and C below 2^31; key [2], int64; rows [R], int64. Saved for backward: key and rows.
 """
 
 from __future__ import annotations
@@ -57,14 +59,14 @@ def hash_ref(key: Tensor, row: Tensor, col: Tensor) -> Tensor:
     return mix_ref((mix_ref(col ^ first) + second) & _WORD)
 
 
-def keep_ref(key: Tensor, rows: int, cols: int, p: float) -> Tensor:
-    """The mask [rows, cols]: True where an element survives."""
-    row, col = torch.arange(rows, device=key.device)[:, None], torch.arange(cols, device=key.device)[None]
-    return hash_ref(key, row, col) >= int(p * 2**32)
+def keep_ref(key: Tensor, rows: int | Tensor, cols: int, p: float) -> Tensor:
+    """The mask [rows, cols], for the first rows or for these: True where an element survives."""
+    row = torch.arange(rows, device=key.device) if isinstance(rows, int) else rows
+    return hash_ref(key, row[:, None], torch.arange(cols, device=key.device)[None]) >= int(p * 2**32)
 
 
-def dropout_ref(x: Tensor, p: float, key: Tensor) -> Tensor:
-    return torch.where(keep_ref(key, x.shape[0], x.shape[1], p), x / (1 - p), 0.0)
+def dropout_ref(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) -> Tensor:
+    return torch.where(keep_ref(key, x.shape[0] if rows is None else rows, x.shape[1], p), x / (1 - p), 0.0)
 
 
 @jit
@@ -96,53 +98,55 @@ def keeps(first, second, col, P: tl.constexpr):
 
 
 @jit
-def _dropout_kernel(x_ptr, y_ptr, key_ptr, cols, x_stride, P: tl.constexpr, BLOCK: tl.constexpr):
+def _dropout_kernel(x_ptr, y_ptr, key_ptr, rows_ptr, cols, x_stride, P: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    first, second = row_words(key_ptr, row)
+    first, second = row_words(key_ptr, row if rows_ptr is None else tl.load(rows_ptr + row))
     x = tl.load(x_ptr + row * x_stride + col, mask=col < cols).to(tl.float32)
     y = tl.where(keeps(first, second, col, P), x / (1 - P), 0.0)
     tl.store(y_ptr + row * cols + col, y.to(y_ptr.dtype.element_ty), mask=col < cols)
 
 
-def launch_dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
-    rows, cols = x.shape
+def launch_dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Tensor:
+    count, cols = x.shape
     x = dense_rows(x)
-    y = x.new_empty(rows, cols)
+    y = x.new_empty(count, cols)
     if y.numel():
         block = 1024
-        _dropout_kernel[(rows, cdiv(cols, block))](x, y, key, cols, x.stride(0), P=p, BLOCK=block)
+        _dropout_kernel[(count, cdiv(cols, block))](x, y, key, rows, cols, x.stride(0), P=p, BLOCK=block)
     return y
 
 
 @define("dropout", "cpu")
-def _dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
-    return launch_dropout(x, p, key) if INTERPRET else dropout_ref(x, p, key)
+def _dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Tensor:
+    return launch_dropout(x, p, key, rows) if INTERPRET else dropout_ref(x, p, key, rows)
 
 
 _dropout.register_kernel("cuda")(launch_dropout)
 
 
 @_dropout.register_fake
-def _(x: Tensor, p: float, key: Tensor) -> Tensor:
+def _(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.p, key = inputs
-    ctx.save_for_backward(key)
+    _, ctx.p, key, rows = inputs
+    ctx.save_for_backward(key, rows)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-    (key,) = ctx.saved_tensors
-    return _dropout(dy, ctx.p, key), None, None  # linear: its own backward
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    return _dropout(dy, ctx.p, *ctx.saved_tensors), None, None, None  # linear: its own backward
 
 
 _dropout.register_autograd(_backward, setup_context=_save)
 
 
-def dropout(x: Tensor, p: float, key: Tensor) -> Tensor:
-    """x [R, C] with each element dropped with probability p, the others scaled by 1 / (1 - p)."""
+def dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) -> Tensor:
+    """x [R, C] with each element dropped with probability p, the others scaled by 1 / (1 - p). `rows` [R] are the
+    numbers of its rows, if not 0, 1, 2, ..."""
     if x.ndim != 2 or key.shape != (2,):
         raise ValueError(f"dropout takes [rows, columns] and a key [2], not {list(x.shape)} and {list(key.shape)}")
-    return _dropout(x, p, key) if p > 0.0 else x
+    if rows is not None and rows.shape != x.shape[:1]:
+        raise ValueError(f"dropout takes a number for each of {x.shape[0]} rows, not {list(rows.shape)}")
+    return _dropout(x, p, key, rows) if p > 0.0 else x

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from stretto.parallel.data import gradient_sync, replicate, shard
+from stretto.parallel.sequence import Splitter, build_mesh, check_processes, choose
 
-__all__ = ["gradient_sync", "replicate", "shard"]
+__all__ = ["Splitter", "build_mesh", "check_processes", "choose", "gradient_sync", "replicate", "shard"]

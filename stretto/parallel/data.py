@@ -1,10 +1,13 @@
-"""Data parallelism: every process works on other samples and gradients are averaged.
+"""Data parallelism: every process works on other samples, or on other tokens of them, and gradients are averaged.
 
 `shard` splits weights, gradients and moments over the processes and gathers each block just before it is used (FSDP2).
 `replicate` keeps a whole copy of the model in each process (DistributedDataParallel). With one process both leave the
-model as it is. `StaticGradients` do what `replicate` does, for a model that stays bare: gradients are summed when the
-backward passes are done, so that these passes can be recorded as CUDA graphs. `PresentGradients` do so for a model of
-which every step uses a part: what has no gradient is not sent, and stays without.
+model as it is. Where processes share sequences (sequence.py), weights may be split over those of one sequence only,
+with a copy for each group of them: gradients are then averaged inside a group and between groups.
+
+`StaticGradients` do what `replicate` does, for a model that stays bare: gradients are summed when the backward passes
+are done, so that these passes can be recorded as CUDA graphs. `PresentGradients` do so for a model of which every step
+uses a part: what has no gradient is not sent, and stays without.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,17 +30,25 @@ ALIGN = 16  # elements: each gradient begins at a multiple, so that vector loads
 
 
 def will_shard(cfg: ParallelConfig) -> bool:
-    return cfg.data == "shard" and dist.is_initialized()
+    return cfg.data != "replicate" and dist.is_initialized()
 
 
 def shard(
-    model: nn.Module, cfg: ParallelConfig, blocks: list[str], device: torch.device, precision: torch.dtype
+    model: nn.Module,
+    cfg: ParallelConfig,
+    blocks: list[str],
+    device: torch.device,
+    precision: torch.dtype,
+    groups: DeviceMesh | None = None,
 ) -> bool:
     """Splits a model that is still on the meta device, if asked to; its parameters become DTensors under their old
-    names. Says whether it did."""
+    names. `groups` is the mesh of processes that share sequences. Says whether it did."""
     if not will_shard(cfg):
         return False
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
+    if cfg.data == "hybrid" and groups is not None:
+        mesh = groups  # copies along its first axis, parts along its second
+    else:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     # Weights travel in the precision they are used in; gradients are summed in fp32.
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     for name in blocks:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import Result as Outcome
 from typer.testing import CliRunner
 
@@ -25,6 +26,7 @@ from stretto.data import Data, open_data
 from stretto.errors import ConfigError, Preempted
 from stretto.flops import training_flops
 from stretto.report import read_events
+from stretto.runtime import Runtime
 from stretto.techniques.layer_drop import keep_probabilities, level_at
 from stretto.train import complete
 from tests.conftest import write_corpus
@@ -143,7 +145,7 @@ def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Dat
     }
     config = set_up(build_config(tree), 400, "constant", None)
     data = open_data(config.data, seed=0, folder=folder / "data")
-    return complete(config, data, 1), data
+    return complete(config, data, Runtime(torch.device("cpu"))), data
 
 
 @pytest.mark.parametrize("theta", [0.25, 0.5, 0.9])

@@ -27,6 +27,10 @@ def ends(lengths: Lengths) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
+def count(number: int) -> Tensor:
+    return torch.arange(number, device=DEVICE)
+
+
 def build_case(
     queries: Lengths,
     keys: Lengths | None = None,
@@ -188,14 +192,14 @@ def test_dropout_drops_what_the_reference_drops(length: int) -> None:
     first, second = torch.eye(3, seen), torch.eye(length)[:, length - seen :]
     v = torch.cat([first, second]).to(DEVICE)[:, None].expand(-1, heads, -1)
     out = attention(q, k, v, offsets, offsets, length, length, p=p, key=KEY)
-    keep = keep_ref(words_ref(KEY, 3 + length, heads), length, p).transpose(0, 1)
+    keep = keep_ref(words_ref(KEY, count(3 + length), heads), count(length), p).transpose(0, 1)
     assert torch.equal(out[3:] != 0, keep[3:, :, length - seen :])
     assert torch.equal(out[:3, :, :3] != 0, keep[:3, :, :3])
 
 
 def test_words_are_those_of_dropout() -> None:
     """hash_ref(key, row, col) = mix(mix(col ^ first) + second) for the words of the row."""
-    first, second = words_ref(KEY, 5, 3).long() & 0xFFFFFFFF
+    first, second = words_ref(KEY, count(5), 3).long() & 0xFFFFFFFF
     row = torch.arange(5, device=DEVICE) * 3 + torch.arange(3, device=DEVICE)[:, None]
     by_words = mix_ref((mix_ref(first ^ 9) + second) & 0xFFFFFFFF)
     assert torch.equal(by_words, hash_ref(KEY, row, torch.tensor(9, device=DEVICE)))
@@ -205,8 +209,8 @@ def test_dropout_is_random() -> None:
     """Survivors are as many as they should be, and neighbours (keys, halves of a word, queries, heads, keys of the
     generator) survive together as often as independent ones do: 2^18 samples, five standard deviations."""
     p, tokens, heads, keys = 0.25, 512, 2, 256
-    keep = keep_ref(words_ref(KEY, tokens, heads), keys, p).double()
-    other = keep_ref(words_ref(KEY ^ 1, tokens, heads), keys, p).double()
+    keep = keep_ref(words_ref(KEY, count(tokens), heads), count(keys), p).double()
+    other = keep_ref(words_ref(KEY ^ 1, count(tokens), heads), count(keys), p).double()
     bound = 5 * 0.5 / (tokens * heads * keys) ** 0.5
     assert abs(float(keep.mean()) - (1 - p)) < bound
     shifts = [(1, 2), (2, 2), (4, 2), (8, 2), (16, 2), (128, 2), (1, 1), (2, 1), (64, 1), (1, 0)]

@@ -25,9 +25,19 @@ def test_rows_may_be_strided() -> None:
 
 
 def test_op() -> None:
-    assert_op(family._dropout.overload, (rand(3, 40).requires_grad_(), 0.2, KEY))
-    assert_op(family._dropout.overload, (rand(40, 3).t().requires_grad_(), 0.2, KEY))
+    rows = torch.tensor([5, 0, 2**30], device=DEVICE)
+    assert_op(family._dropout.overload, (rand(3, 40).requires_grad_(), 0.2, KEY, None))
+    assert_op(family._dropout.overload, (rand(40, 3).t().requires_grad_(), 0.2, KEY, rows))
     assert_compiles(lambda x: dropout(x, 0.2, KEY), [rand(3, 40)])
+    assert_compiles(lambda x: dropout(x, 0.2, KEY, rows), [rand(3, 40)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_part_is_dropped_as_in_the_whole(dtype: torch.dtype) -> None:
+    rows = torch.tensor([7, 2, 9, 2], device=DEVICE)
+    whole = rand(10, 50).to(dtype)
+    assert torch.equal(dropout(whole[rows], 0.4, KEY, rows), dropout(whole, 0.4, KEY)[rows])
+    assert_parity(lambda x: dropout(x, 0.3, KEY, rows), lambda x: dropout_ref(x, 0.3, KEY, rows), [rand(4, 33)], dtype)
 
 
 def test_probability_zero_is_the_identity() -> None:
@@ -38,6 +48,8 @@ def test_probability_zero_is_the_identity() -> None:
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match=r"\[rows, columns\]"):
         dropout(rand(2, 3, 4), 0.1, KEY)
+    with pytest.raises(ValueError, match="each of 2 rows"):
+        dropout(rand(2, 3), 0.1, KEY, torch.arange(3, device=DEVICE))
 
 
 def test_keys_follow_torchs_generator() -> None:
@@ -80,7 +92,10 @@ def test_a_wrong_column_would_be_seen() -> None:
     wrong = family.launch_dropout
     with pytest.raises(AssertionError):
         assert_parity(
-            lambda x: wrong(x.roll(1, 1), 0.3, KEY), lambda x: dropout_ref(x, 0.3, KEY), [rand(3, 40)], torch.float32
+            lambda x: wrong(x.roll(1, 1), 0.3, KEY, None),
+            lambda x: dropout_ref(x, 0.3, KEY),
+            [rand(3, 40)],
+            torch.float32,
         )
 
 

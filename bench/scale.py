@@ -1,0 +1,626 @@
+"""Scale without the machines: one rank's real share of the work, and a model of the links, make the step of P ranks.
+
+    python bench/scale.py                  the whole grid; needs a GPU to mean anything, a few minutes on one
+    python bench/scale.py --check 2 4      on CPUs: predictions against real processes with real collectives
+
+Timed on this device, each shape once and then used for every method and link that needs it: a layer without attention
+(s / P tokens, or all tokens of 1 / P of its weights), attention in the parts in which a rank of the real thing does it
+(parallel/partial.py), what is outside of layers, and the update. stretto/bench/share.py has the share, stretto/costs.py
+the messages and how all of it adds up to a step: weights sharded over all ranks (FSDP), K/V gathered again in the
+backward pass, one sequence per step.
+
+A shape that would take too long is timed in part (fewer heads, fewer rows) and scaled: its speed is marked *. Memory
+is marked m where one layer of the share was run whole and its memory measured, else it is by formula; weights and their
+kin always are. Contiguous: the step of the slowest rank. Latencies are assumptions, bandwidths the nominal ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from stretto.attention import attend
+from stretto.batch import Counts, Layout, Sequences, dense_layout
+from stretto.bench import share
+from stretto.bench.contest import describe_run
+from stretto.bench.measure import Clock
+from stretto.bench.share import Way
+from stretto.config import ModelConfig, build_config
+from stretto.costs import (
+    NETWORK,
+    NVLINK,
+    Link,
+    Pass,
+    Traffic,
+    classic_activation_bytes,
+    compose_step,
+    count_parameters,
+    exposed_seconds,
+    find_obstacle,
+    layer_traffic,
+    rank_memory,
+    sum_passes,
+)
+from stretto.flops import training_flops
+from stretto.layers import FusedBlock, FusedEmbedding, norm_parts
+from stretto.model import Embedding, build_norm
+from stretto.ops.cross_entropy import linear_cross_entropy
+from stretto.ops.norm import norm
+from stretto.optim import FlatAdamW
+from stretto.parallel.gather import Gather
+from stretto.parallel.partial import Scores, attend_part, backward_part, merge
+from stretto.parallel.reach import Reach
+from stretto.parallel.ring import Ring, wait
+from stretto.parallel.sequence import Segment
+from stretto.parallel.ulysses import Ulysses, all_to_all
+
+LINKS = (NVLINK, NETWORK)
+WAYS = {
+    "gather": Way("gather", "zigzag"),
+    "gather, contiguous": Way("gather"),
+    "ring": Way("ring", "zigzag"),
+    "ulysses": Way("ulysses"),
+    "megatron": Way("megatron"),
+}
+REPEATS = 2
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is simulated, and the most that is timed at once."""
+
+    models: dict[str, ModelConfig]
+    lengths: tuple[int, ...]  # strong scaling: these sequences over
+    ranks: tuple[int, ...]
+    own: int  # weak scaling: so many tokens on each of
+    weak_ranks: tuple[int, ...]
+    paper: tuple[int, tuple[int, ...], int]  # tokens, ranks of the strong scaling, most ranks of megatron
+    most_flops: float  # of a forward pass of attention
+    most_rows: int
+
+
+def make_grid(device: torch.device) -> Grid:
+    """Learned positions for such lengths would be more parameters than the rest of the model, so all are rotary."""
+    medium = {"preset": "gpt2-medium", "vocab": 50304, "positions": "rotary"}
+    llama = {"preset": "llama-1b"}
+    if device.type == "cpu":
+        tiny = {"layers": 2, "width": 64, "heads": 4, "mlp_width": 128, "vocab": 512}
+        models = {"gpt2_tiny": medium | tiny, "llama_tiny": llama | tiny | {"kv_heads": 2}}
+        sizes: Any = ((64, 256), (1, 2, 4, 8), 16, (1, 4, 16), (288, (1, 12, 36), 4), 4e6, 256)
+    else:
+        models = {"gpt2_medium": medium, "llama1b": llama}
+        lengths, powers = (2**14, 2**16, 2**18, 2**20), tuple(2**i for i in range(7))
+        paper = (50112, (1, 4, 16, 36, 144), 16)
+        sizes = (lengths, powers, 1024, (1, 4, 16, 64, 256, 1024), paper, 2e13, 2**16)
+    return Grid({name: build_config({"model": model}).model for name, model in models.items()}, *sizes)
+
+
+@dataclass(frozen=True)
+class Timed:
+    seconds: Pass
+    scaled: bool  # from a part
+
+
+@dataclass(frozen=True)
+class Row:
+    table: str
+    model: str
+    way: str
+    tokens: int
+    ranks: int
+    link: str
+    tokens_per_s: float  # of each rank
+    tflops: float  # of each rank, useful ones
+    step_s: float
+    waits: float  # for messages, of layers and of weights: their share of the step
+    memory_gib: float
+    memory_measured: bool
+    scaled: bool
+
+
+class Meter:
+    """Times on one device; remembers every shape."""
+
+    def __init__(self, device: torch.device, grid: Grid) -> None:
+        self.device, self.grid = device, grid
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.whole, self.blocks, self.rest = cache(self._whole), cache(self._blocks), cache(self._rest)
+        self.outside, self.update, self.memory = cache(self._outside), cache(self._update), cache(self._memory)
+
+    def _whole(self, tokens: int, heads: int, kv_heads: int, size: int) -> Timed:
+        """Causal attention to a sequence that is not split."""
+        queries = tokens
+        while 2 * queries**2 * heads * size > self.grid.most_flops and queries > 128:
+            queries //= 2
+        shapes = ((queries, heads, size), (queries, kv_heads, size), (queries, kv_heads, size))
+        inputs, dout = [self.random(*shape).requires_grad_() for shape in shapes], self.random(*shapes[0])
+        layout = dense_layout(1, queries, device=self.device)
+        seconds = self.time(
+            lambda: attend(*inputs, layout, layout, causal=True, dropout=0.0),
+            lambda out: torch.autograd.grad(out, inputs, dout),
+        )
+        return Timed(seconds * (tokens / queries) ** 2, queries != tokens)
+
+    def _blocks(self, cfg: ModelConfig, way: Way, ranks: int, rank: int, tokens: int) -> list[Timed]:
+        """Attention on one rank of several, in the order in which keys are there."""
+        size, all_heads, own = cfg.width // cfg.heads, cfg.kv_heads or cfg.heads, tokens // ranks
+        kv_heads, least = all_heads, ranks if way.method == "ulysses" else 1
+        flops = 2 * own * tokens * cfg.width  # forward
+        while kv_heads % (2 * least) == 0 and flops * kv_heads / all_heads > self.grid.most_flops:
+            kv_heads //= 2
+        heads = (cfg.heads // all_heads * kv_heads, kv_heads, size)
+        with share.stand_in(ranks, rank) as group:
+            segment = share.take_part(cfg, way, tokens, group, self.device).layout.segment
+            assert isinstance(segment, Segment)
+            if isinstance(segment.own, Ulysses):
+                passes = [self.exchanged(segment.own, own, *heads)]
+            elif isinstance(segment.own, Gather):
+                assert segment.own.own is not None
+                passes = [self.part(segment.own.own, own, own, *heads)]
+                passes.append(self.part(segment.own.others, tokens, own, *heads))
+            else:
+                assert isinstance(segment.own, Ring)
+                reaches, known = [segment.own.own, *segment.own.others.values()], dict[Any, Pass]()
+                shapes = [(reach.causal, *reach.q_ends.tolist(), *reach.k_ends.tolist()) for reach in reaches]
+                for shape, reach in zip(shapes, reaches, strict=True):
+                    if shape not in known:
+                        known[shape] = self.part(reach, own, own, *heads)
+                passes = [known[shape] for shape in shapes]
+        scale = all_heads / kv_heads
+        return [Timed(seconds * scale, scale != 1) for seconds in passes]
+
+    def part(self, reach: Reach, rows: int, own: int, heads: int, kv_heads: int, size: int) -> Pass:
+        """Attention to those of so many rows of keys that `own` queries reach; merged, unless it is the first."""
+        q, out, dout = (self.random(own, heads, size) for _ in range(3))
+        kv, lse, scores = self.random(rows, 2, kv_heads, size), q.new_zeros(heads, own).float(), Scores(size**-0.5)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            found = attend_part(q, kv, reach, scores)
+            return found if reach.causal else merge(out, lse, *found)
+
+        return self.time(forward, lambda _: backward_part(dout, q, kv, out, lse, reach, scores))
+
+    def exchanged(self, by: Ulysses, own: int, heads: int, kv_heads: int, size: int) -> Pass:
+        inputs = [self.random(own, count, size).requires_grad_() for count in (heads, kv_heads, kv_heads)]
+        dout, scores = self.random(own, heads, size), Scores(size**-0.5)
+        return self.time(lambda: by(*inputs, scores), lambda out: torch.autograd.grad(out, inputs, dout))
+
+    def _rest(self, cfg: ModelConfig, split: int, own: int) -> Timed:
+        """A layer of `own` tokens without attention; split: megatron's, over so many ranks."""
+        rows = min(own, max(self.grid.most_rows // split, 1))
+        with share.stand_in(split, 0) as group:
+            way, others = (WAYS["megatron"], group) if split > 1 else (WAYS["gather"], None)
+            block = share.build_block(cfg, way, others, self.device, self.dtype, recompute=True)
+            part = share.leave_out_attention(share.take_part(cfg, way, rows * split, others, self.device))
+            x, branch, dout = (self.random(rows, cfg.width) for _ in range(3))
+            inputs = [x.requires_grad_(), branch.requires_grad_(), *block.parameters()]
+            angles = share.angles_of(cfg, part.positions)
+            seconds = self.time(
+                lambda: share.run_block(block, x, branch, part.layout, angles),
+                lambda out: torch.autograd.grad(out, inputs, dout, allow_unused=True),
+            )
+        return Timed(seconds * (own / rows), rows != own)
+
+    def _outside(self, cfg: ModelConfig, own: int) -> Timed:
+        """Embedding, last norm, output layer and loss. Megatron's have all tokens of 1 / P of the vocabulary: the same
+        work."""
+        rows = min(own, self.grid.most_rows // 4)
+        with torch.device(self.device):
+            embedding, last = Embedding(cfg), build_norm(cfg)
+        embedding.__class__ = FusedEmbedding
+        embedding.to(self.dtype), last.to(self.dtype)
+        for parameter in embedding.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        ids = torch.arange(rows, device=self.device) % cfg.vocab
+        inputs = Sequences(ids, ids, dense_layout(1, rows, device=self.device))
+        table = embedding.table
+
+        def forward() -> Tensor:
+            return linear_cross_entropy(norm(embedding(inputs), *norm_parts(last)), table, None, ids)
+
+        seconds = self.time(forward, lambda loss: loss.backward())
+        return Timed(seconds * (own / rows), rows != own)
+
+    def _update(self, parameters: int) -> float:
+        most = self.grid.most_rows * 2048
+        count = min(parameters, most)
+        weight = nn.Parameter(torch.zeros(count, device=self.device, dtype=self.dtype))
+        weight.grad = torch.zeros_like(weight)
+        optimizer = FlatAdamW([weight], weights="split" if self.device.type == "cuda" else "fp32")
+        return self.time(optimizer.step, lambda _: None).forward * parameters / count
+
+    def _memory(self, cfg: ModelConfig, ranks: int, tokens: int) -> tuple[float, float] | None:
+        """Bytes that one layer of the share keeps, gathering K/V, and that its passes need at most; None where that
+        cannot be measured or takes too long."""
+        own = tokens // ranks
+        pairs = own * (own + (ranks - 1) * own) / 2
+        if self.device.type != "cuda" or 4 * pairs * cfg.width > 4 * self.grid.most_flops or own > self.grid.most_rows:
+            return None
+        with share.stand_in(ranks, 0) as group:  # who sees most keys, zig-zag
+            way, others = WAYS["gather"], group if ranks > 1 else None
+            block = share.build_block(cfg, way, others, self.device, self.dtype, recompute=True)
+            part = share.take_part(cfg, way, tokens, others, self.device)
+            x, branch, dout = (self.random(own, cfg.width) for _ in range(3))
+            angles = share.angles_of(cfg, part.positions)
+            inputs = [x.requires_grad_(), branch.requires_grad_(), *block.parameters()]
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            out = share.run_block(block, x, branch, part.layout, angles)
+            kept = torch.cuda.memory_allocated() - before - out.nbytes
+            torch.autograd.grad(out, inputs, dout, allow_unused=True)
+            return kept, torch.cuda.max_memory_allocated() - before
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def time(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Pass:
+        backward(forward())
+        clock = Clock(self.device)
+        for _ in range(REPEATS):
+            out = forward()
+            clock.tick()
+            backward(out)
+            clock.tick()
+            del out
+        seconds = clock.read()
+        return Pass(statistics.median(seconds[::2]), statistics.median(seconds[1::2]))
+
+
+def time_blocks(meter: Meter, cfg: ModelConfig, name: str, ranks: int, tokens: int) -> list[Timed]:
+    """Of attention on the slowest rank. Contiguous, that is the last. Zig-zag, all see as many pairs: the first sees
+    all keys of others with half of its queries, and the last half of the keys with all of them. All wait for the slower
+    of the two; in a ring, somebody does the one and somebody the other at any time."""
+    way, kv_heads = WAYS[name], cfg.kv_heads or cfg.heads
+    if ranks == 1 or way.method == "megatron":
+        return [meter.whole(tokens, cfg.heads // ranks, max(kv_heads // ranks, 1), cfg.width // cfg.heads)]
+    candidates = (0, ranks - 1) if way.layout == "zigzag" else (ranks - 1,)
+    found = [meter.blocks(cfg, way, ranks, rank, tokens) for rank in candidates]
+    return max(found, key=lambda blocks: sum_passes(block.seconds for block in blocks).total)
+
+
+def simulate(meter: Meter, table: str, model: str, way: str, ranks: int, tokens: int) -> list[Row]:
+    """A row for each link; none where the model cannot be split so."""
+    cfg, method, zigzag = meter.grid.models[model], WAYS[way].method, WAYS[way].layout == "zigzag"
+    if find_obstacle(cfg, method, ranks, tokens) or (zigzag and tokens // ranks % 2 and ranks > 1):
+        return []
+    blocks = time_blocks(meter, cfg, way, ranks, tokens)
+    rest = meter.rest(cfg, ranks if method == "megatron" else 1, tokens // ranks)
+    return compose_rows(meter, table, model, way, ranks, tokens, rest, blocks)
+
+
+def compose_rows(
+    meter: Meter, table: str, model: str, way: str, ranks: int, tokens: int, rest: Timed, blocks: Sequence[Timed]
+) -> list[Row]:
+    cfg, method = meter.grid.models[model], WAYS[way].method
+    per_block, alone = count_parameters(cfg)
+    outside = meter.outside(cfg, tokens // ranks)
+    seconds = outside.seconds.total + meter.update((cfg.layers * per_block + alone) // ranks)
+    traffic = layer_traffic(cfg, method, ranks, tokens, keep=False)
+    memory = rank_memory(cfg, method, ranks, tokens, recompute=True)
+    measured = meter.memory(cfg, ranks, tokens) if method == "gather" else None  # wherever tokens lie
+    if measured is not None:
+        kept, peak = measured
+        gathered = (2 * per_block + alone) * 2 if ranks > 1 else 0  # FSDP's, as in rank_memory
+        memory = replace(memory, activations=cfg.layers * kept, gathered=0, working=peak - kept + gathered)
+    useful = training_flops(cfg, Counts(tokens, tokens, tokens, tokens**2))
+    rows = []
+    for link in LINKS:
+        passes = [block.seconds for block in blocks]
+        step = compose_step(cfg, method, ranks, link, rest.seconds, passes, seconds, traffic)
+        rows.append(
+            Row(
+                table,
+                model,
+                way,
+                tokens,
+                ranks,
+                link.name,
+                tokens_per_s=tokens / ranks / step.total,
+                tflops=useful / ranks / step.total / 1e12,
+                step_s=step.total,
+                waits=(step.waits + step.weights) / step.total,
+                memory_gib=memory.total / GIB,
+                memory_measured=measured is not None,
+                scaled=any(timed.scaled for timed in (rest, outside, *blocks)),
+            )
+        )
+    return rows
+
+
+def simulate_undivided(meter: Meter, model: str, ranks: int, tokens: int) -> list[Row]:
+    """More ranks than heads, and each of them attends with all heads to all tokens: what tensor parallelism comes to
+    where attention cannot be divided further. All else is divided, at the speed of as many tokens."""
+    cfg = meter.grid.models[model]
+    size, kv_heads = cfg.width // cfg.heads, cfg.kv_heads or cfg.heads
+    blocks = [meter.whole(tokens, cfg.heads, kv_heads, size)]
+    rest = meter.rest(cfg, 1, tokens // ranks)
+    rows = compose_rows(meter, "paper", model, "megatron", ranks, tokens, rest, blocks)
+    whole = (2 * cfg.width + 2 * kv_heads * size) * 2 * tokens * (1 - 1 / ranks) * cfg.layers / GIB  # q, k, v, result
+    return [replace(row, way="megatron, undivided", memory_gib=row.memory_gib + whole) for row in rows]
+
+
+def run_grid(meter: Meter, console: Console) -> list[Row]:
+    grid, rows = meter.grid, list[Row]()
+    jobs = [
+        ("strong", model, way, ranks, tokens)
+        for model in grid.models
+        for tokens in grid.lengths
+        for ranks in grid.ranks
+        for way in WAYS
+    ]
+    jobs += [
+        ("weak", model, way, ranks, ranks * grid.own)
+        for model in grid.models
+        for ranks in grid.weak_ranks
+        for way in WAYS
+    ]
+    tokens, strong, most = grid.paper
+    first = next(iter(grid.models))  # its size is not known; a small GPT it was
+    jobs += [
+        ("paper", first, way, ranks, tokens) for ranks in strong for way in ("gather", "gather, contiguous", "ring")
+    ]
+    jobs += [("paper", first, "megatron", most, tokens)]
+    jobs += [("paper, weak", first, "gather", ranks, tokens // strong[-1] * ranks) for ranks in strong]
+    for job in track(jobs, "one rank's share", console=console, transient=True, disable=not console.is_terminal):
+        rows += simulate(meter, *job)
+    return rows + simulate_undivided(meter, first, strong[-1], tokens)
+
+
+def show(rows: Sequence[Row], grid: Grid) -> str:
+    """Markdown: speed of each way, then its memory."""
+    parts = []
+    for table, column, meaning in (
+        ("strong", "tokens_per_s", "tokens/s of each rank"),
+        ("weak", "tflops", "TFLOP/s of each rank"),
+        ("paper", "tokens_per_s", "tokens/s of each rank"),
+        ("paper, weak", "tflops", "TFLOP/s of each rank"),
+    ):
+        some = [row for row in rows if row.table == table]
+        for model, link in dict.fromkeys((row.model, row.link) for row in some):
+            here = [row for row in some if (row.model, row.link) == (model, link)]
+            ways = list(dict.fromkeys(row.way for row in here))
+            cells = {(row.tokens, row.ranks, row.way): row for row in here}
+            head = ["tokens", "ranks", *ways, *(f"{way}, GiB" for way in ways)]
+            lines = [f"### {table}: {model}, {link}; {meaning}", "", line(head), line(["---:"] * len(head))]
+            for tokens, ranks in dict.fromkeys((row.tokens, row.ranks) for row in here):
+                found = [cells.get((tokens, ranks, way)) for way in ways]
+                speeds = ["-" if row is None else figures(getattr(row, column)) + "*" * row.scaled for row in found]
+                sizes = ["-" if row is None else figures(row.memory_gib) + "m" * row.memory_measured for row in found]
+                lines.append(line([f"{tokens:,}", f"{ranks:,}", *speeds, *sizes]))
+            parts.append("\n".join(lines))
+    return "\n\n".join([*parts, show_classic(grid)]) + "\n"
+
+
+def show_classic(grid: Grid) -> str:
+    """The paper's case as memory was before FlashAttention: by formula alone."""
+    tokens, strong, most = grid.paper
+    name, cfg = next(iter(grid.models.items()))
+    ways = {
+        f"gather, {strong[-1]} ranks": classic_activation_bytes(cfg, "gather", strong[-1], tokens),
+        f"megatron, {most} ranks": classic_activation_bytes(cfg, "megatron", most, tokens),
+        f"megatron, {strong[-1]} ranks if heads allowed it": classic_activation_bytes(
+            cfg, "megatron", strong[-1], tokens
+        ),
+    }
+    lines = [f"### {name}, {tokens:,} tokens: activations of one layer without fused attention, by formula", ""]
+    rows = [
+        line(["way", "GiB"]),
+        line(["---", "---:"]),
+        *(line([way, f"{size / GIB:.2f}"]) for way, size in ways.items()),
+    ]
+    return "\n".join(lines + rows)
+
+
+def figures(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
+    """For each model: strong scaling of the longest sequence, weak scaling, and memory by length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.5 * len(grid.models)), layout="constrained")
+    figure.suptitle(note, x=0.01, ha="left", fontsize=9)
+    panels = figure.subplots(len(grid.models), 3, squeeze=False)
+    styles = dict(zip((link.name for link in LINKS), ("-", "--"), strict=True))
+    colours = {way: f"C{i}" for i, way in enumerate(WAYS)}
+    for (strong, weak, memory), model in zip(panels, grid.models, strict=True):
+        mine, longest = [row for row in rows if row.model == model], grid.lengths[-1]
+        for axes, table, column, title in (
+            (strong, "strong", "tokens_per_s", f"{model}, {longest:,} tokens: tokens/s of each rank"),
+            (weak, "weak", "tflops", f"{model}, {grid.own:,} tokens a rank: TFLOP/s of each rank"),
+        ):
+            for way, colour in colours.items():
+                for link, style in styles.items():
+                    picked = [
+                        row
+                        for row in mine
+                        if (row.table, row.way, row.link) == (table, way, link)
+                        and (table == "weak" or row.tokens == longest)
+                    ]
+                    label = f"{way}; {link}" if style == "-" else None
+                    axes.plot([r.ranks for r in picked], [getattr(r, column) for r in picked], style, marker=".",
+                              color=colour, label=label)  # fmt: skip
+            axes.set(xlabel="ranks", xscale="log")
+            axes.set_title(title, fontsize=10)
+        for i, ranks in enumerate(grid.ranks):
+            picked = [
+                r for r in mine if (r.table, r.way, r.ranks, r.link) == ("strong", "gather", ranks, LINKS[0].name)
+            ]
+            memory.plot(
+                [r.tokens for r in picked],
+                [r.memory_gib for r in picked],
+                marker=".",
+                color=f"C{i}",
+                label=f"{ranks}",
+            )
+        memory.set(xlabel="tokens", xscale="log", yscale="log")
+        memory.set_title(f"{model}, gather: GiB of each rank", fontsize=10)
+        strong.legend(fontsize=8, title=f"dashed: {LINKS[1].name}")
+        memory.legend(fontsize=8, title="ranks")
+    figure.savefig(path, dpi=120)
+
+
+@dataclass(frozen=True)
+class MeasuredLink(Link):
+    """With a bandwidth and a latency for each kind of message."""
+
+    kinds: tuple[tuple[str, Link], ...] = ()
+
+    def seconds(self, messages: Any) -> float:
+        return sum(dict(self.kinds)[message.kind].seconds([message]) for message in messages)
+
+
+def measure_link(group: dist.ProcessGroup, ring: Ring) -> MeasuredLink:
+    """From a small and a large message of each kind, between all ranks at once."""
+    ranks = group.size()
+
+    def fit(kind: str, send: Callable[[Tensor], Any], sent: float, hops: int) -> Link:
+        """`sent`: how much of the tensor a rank sends."""
+        found = []
+        for values in (2**8, 2**20):
+            x = torch.zeros(ranks, values)
+            seconds = largest(statistics.median(wall(lambda x=x: send(x)) for _ in range(9)))
+            found.append((x.nbytes * sent, seconds))
+        (small, fast), (large, slow) = found
+        bandwidth = (large - small) / max(slow - fast, 1e-9)
+        return Link(kind, bandwidth, max(fast - small / bandwidth, 0.0) / hops)
+
+    c, hops = (ranks - 1) / ranks, ranks - 1
+    kinds = {
+        "all-gather": fit("all-gather", lambda x: share.gather_rows(x[:1], group), c, hops),
+        "reduce-scatter": fit("reduce-scatter", lambda x: share.sum_rows(x, group), c, hops),
+        "all-to-all": fit("all-to-all", lambda x: all_to_all(x, group), c, 1),
+        "send": fit("send", lambda x: wait(ring.pass_on(x)[1]), 1.0, 1),
+    }
+    return MeasuredLink("gloo", 0.0, 0.0, tuple(kinds.items()))
+
+
+def wall(call: Callable[[], Any]) -> float:
+    dist.barrier()
+    clock = Clock(torch.device("cpu"))
+    call()
+    clock.tick()
+    return clock.read()[0]
+
+
+def largest(seconds: float) -> float:
+    """Over ranks: all wait for the slowest."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def check_rank(rank: int, ranks: int, folder: str) -> None:
+    """Times the parts of each method alone, then the method itself."""
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    model = {"layers": 1, "width": 256, "heads": 8, "kv_heads": 4, "mlp_width": 256, "vocab": 64, "positions": "rotary"}
+    cfg, tokens = build_config({"model": model}).model, 1024
+    meter = Meter(cpu, replace(make_grid(cpu), most_flops=1e18, most_rows=2**20))
+    alone = {name: check_parts(meter, cfg, way, ranks, rank, tokens) for name, way in WAYS.items()}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks)
+    group = share.whole_group()
+    segment = share.take_part(cfg, WAYS["ring"], tokens, group, cpu).layout.segment
+    assert isinstance(segment, Segment) and isinstance(segment.own, Ring)
+    link, lines = measure_link(group, segment.own), []
+    for name, parts in alone.items():
+        way, method = WAYS[name], WAYS[name].method
+        block = share.build_block(cfg, way, group, cpu, torch.float32, recompute=True)
+        part = share.take_part(cfg, way, tokens, group, cpu)
+        angles = share.angles_of(cfg, part.positions)
+        x, branch = (torch.randn(tokens // ranks, cfg.width).requires_grad_() for _ in range(2))
+        traffic = layer_traffic(cfg, method, ranks, tokens, element=4, reduced=4, keep=method == "megatron")
+        work, hidden = sum_passes(parts).total, exposed_seconds(method, parts[1:], traffic, link).total
+        low, high = (largest(work + waits) for waits in (hidden, wait_for_all(traffic, link).total))
+        run = partial(run_pass, block, x, branch, part.layout, angles)
+        run()
+        real = largest(statistics.median(wall(run) for _ in range(5)))
+        right = low / 2 <= real <= 2 * high
+        lines.append([name, f"{1e3 * low:.1f}", f"{1e3 * high:.1f}", f"{1e3 * real:.1f}", "yes" if right else "NO"])
+    if rank == 0:
+        head = [f"{ranks} ranks", "predicted, all that can be is hidden", "nothing is hidden", "real, ms", "within 2x"]
+        text = "\n".join([line(head), line(["---"] + ["---:"] * 4), *map(line, lines)])
+        Path(folder, f"{ranks}.md").write_text(text)
+    dist.destroy_process_group()
+
+
+def run_pass(block: FusedBlock, x: Tensor, branch: Tensor, layout: Layout, angles: Any) -> None:
+    share.run_block(block, x, branch, layout, angles).sum().backward()
+
+
+def wait_for_all(traffic: Traffic, link: Link) -> Pass:
+    return Pass(link.seconds(traffic.forward), link.seconds(traffic.backward))
+
+
+def check_parts(meter: Meter, cfg: ModelConfig, way: Way, ranks: int, rank: int, tokens: int) -> list[Pass]:
+    """The rest of the layer, then this rank's own blocks of attention, timed on all ranks at about the same time."""
+    if way.method == "megatron":
+        heads, kv_heads = cfg.heads // ranks, (cfg.kv_heads or cfg.heads) // ranks
+        blocks = [meter.whole(tokens, heads, kv_heads, cfg.width // cfg.heads)]
+    else:
+        blocks = meter.blocks(cfg, way, ranks, rank, tokens)
+    rest = meter.rest(cfg, ranks if way.method == "megatron" else 1, tokens // ranks)
+    return [timed.seconds for timed in (rest, *blocks)]
+
+
+def check(ranks: Sequence[int]) -> bool:
+    from torch.multiprocessing.spawn import spawn
+
+    texts = []
+    for count in ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(check_rank, (count, folder), nprocs=count)
+            texts.append(Path(folder, f"{count}.md").read_text())
+        print(texts[-1], end="\n\n", flush=True)
+    return not any("NO" in text for text in texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/scale"), help="folder for scale.json, .md and .png")
+    parser.add_argument("--check", type=int, nargs="+", metavar="RANKS", help="compare with so many real processes")
+    arguments = parser.parse_args()
+    if arguments.check:
+        sys.exit(0 if check(arguments.check) else 1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    console, grid = Console(highlight=False), make_grid(device)
+    facts = describe_run(device, REPEATS, [])
+    meter = Meter(device, grid)
+    note = f"{facts['environment']['device']}. {facts['note']}"
+    console.print(note, markup=False)
+    rows = run_grid(meter, console)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = f"{note}\n\n{show(rows, grid)}"
+    print(text)
+    (arguments.out / "scale.md").write_text(text, encoding="utf-8")
+    saved = facts | {
+        "links": [asdict(link) for link in LINKS],
+        "rows": [asdict(r) for r in rows],
+    }
+    (arguments.out / "scale.json").write_text(json.dumps(saved, indent=1), encoding="utf-8")
+    draw(arguments.out / "scale.png", rows, grid, note)
+    print(f"numbers: {arguments.out / 'scale.json'}; chart: {arguments.out / 'scale.png'}")
+
+
+if __name__ == "__main__":
+    main()
