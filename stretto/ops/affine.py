@@ -327,7 +327,9 @@ def launch_affine_backward(
     key: Tensor | None,
     post: bool,
 ) -> list[Tensor]:
-    inputs, sums = new_gradients(stream, weight_dtype, bias_dtype, branch_bias_dtype, 0 if key is None else len(stream))
+    inputs, sums = new_gradients(
+        stream, weight_dtype, bias_dtype, branch_bias_dtype, None if key is None else len(stream)
+    )
     dy, dstream, stream, (num_rows, cols) = dense_rows(dy), dense_rows(dstream), dense_rows(stream), stream.shape
     if num_rows == 0:
         return inputs + [total.zero_() for total in sums]
@@ -455,7 +457,9 @@ def _(
     key: Tensor | None,
     post: bool,
 ) -> list[Tensor]:
-    inputs, sums = new_gradients(stream, weight_dtype, bias_dtype, branch_bias_dtype, 0 if key is None else len(stream))
+    inputs, sums = new_gradients(
+        stream, weight_dtype, bias_dtype, branch_bias_dtype, None if key is None else len(stream)
+    )
     return inputs + sums
 
 

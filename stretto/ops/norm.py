@@ -125,7 +125,7 @@ def norm_backward_ref(
     scale: Tensor | None,
     branch_at: Tensor | None,
     y_at: Tensor | None,
-    branch_rows: int,
+    branch_rows: int | None,
 ) -> list[Tensor]:
     """dresidual; dbranch if it is another tensor; then the sums whose dtype is given."""
     if post and dy is not None and dstream is not None:
@@ -142,7 +142,7 @@ def norm_backward_ref(
         dx = dx + inner if tokens is None else dx.index_add(0, tokens, inner)
         sums = [(weight_dtype, dy * xhat), (norm_bias_dtype, wide(dy))]
     inputs = [dx]
-    if branch_rows:
+    if branch_rows is not None:
         dbranch = dx if branch_at is None else dx[find_tokens(branch_at)]
         dbranch = dbranch if key is None else dropout_ref(dbranch, p, key)
         inputs.append(dbranch if scale is None else scale * dbranch)
@@ -378,7 +378,7 @@ def launch_norm_backward(
     scale: Tensor | None,
     branch_at: Tensor | None,
     y_at: Tensor | None,
-    branch_rows: int,
+    branch_rows: int | None,
 ) -> list[Tensor]:
     inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, branch_rows)
     dy, dstream, stream, (rows, cols) = dense_rows(dy), dense_rows(dstream), dense_rows(stream), stream.shape
@@ -431,12 +431,12 @@ def new_gradients(
     weight_dtype: torch.dtype | None,
     norm_bias_dtype: torch.dtype | None,
     branch_bias_dtype: torch.dtype | None,
-    branch_rows: int,
+    branch_rows: int | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of the activations, and of the parameters. `branch_rows`: 0 where the branch's gradient is the residual's."""
+    """Of the activations, and of the parameters. `branch_rows`: None where the branch's gradient is the residual's."""
     dtypes = [dtype for dtype in (weight_dtype, norm_bias_dtype, branch_bias_dtype) if dtype is not None]
-    inputs = [stream.new_empty(rows, stream.shape[1]) for rows in (len(stream), branch_rows)]
-    inputs = inputs if branch_rows else inputs[:1]
+    sizes = [len(stream)] if branch_rows is None else [len(stream), branch_rows]
+    inputs = [stream.new_empty(rows, stream.shape[1]) for rows in sizes]
     return inputs, [stream.new_empty(stream.shape[1], dtype=dtype) for dtype in dtypes]
 
 
@@ -492,7 +492,7 @@ def _norm_backward(
     scale: Tensor | None,
     branch_at: Tensor | None,
     y_at: Tensor | None,
-    branch_rows: int,
+    branch_rows: int | None,
 ) -> list[Tensor]:
     run = launch_norm_backward if INTERPRET else norm_backward_ref
     kept, places = (dy, dstream, stream, stats, weight), (scale, branch_at, y_at)
@@ -515,7 +515,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(residual if branch is None else stream, stats, weight, key, scale, branch_at, y_at)
     ctx.dtypes = [None if t is None else t.dtype for t in (weight, norm_bias, branch_bias)]
     same = branch is None or (key is None and scale is None and branch_at is None)
-    ctx.branch_rows = 0 if same else len(branch)
+    ctx.branch_rows = None if same else len(branch)
     ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
     ctx.set_materialize_grads(False)  # a result that nobody used has gradient None, and costs nothing
 
@@ -532,7 +532,7 @@ def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> t
     rest = (ctx.p, key, ctx.post, *places, ctx.branch_rows)
     gradients = iter(_norm_backward(dy, dstream, stream, stats, weight, *dtypes, *rest))
     dresidual = next(gradients)
-    dbranch = next(gradients) if ctx.branch_rows else dresidual
+    dbranch = dresidual if ctx.branch_rows is None else next(gradients)
     dweight, dnorm_bias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
     return dbranch if for_branch else None, dresidual, dbranch_bias, dweight, dnorm_bias, *(None,) * 9
 

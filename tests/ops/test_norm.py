@@ -236,7 +236,7 @@ def test_op(rms: bool, p: float) -> None:
     for dy, dstream in ((stream, stream.t().contiguous().t()), (stream, None), (None, stream)):
         assert_op(
             family._norm_backward.overload,
-            (dy, dstream, *saved, *(dtypes if dy is not None else (None,) * 3), p, key, False, *ALL, 3 if p else 0),
+            (dy, dstream, *saved, *(dtypes if dy is not None else (None,) * 3), p, key, False, *ALL, 3 if p else None),
         )
 
 
