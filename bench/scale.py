@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -354,8 +354,8 @@ def simulate_undivided(meter: Meter, model: str, ranks: int, tokens: int) -> lis
     return [replace(row, way="megatron, undivided", memory_gib=row.memory_gib + whole) for row in rows]
 
 
-def run_grid(meter: Meter, console: Console) -> list[Row]:
-    grid, rows = meter.grid, list[Row]()
+def run_grid(meter: Meter, console: Console) -> Iterator[Row]:
+    grid = meter.grid
     jobs = [
         ("strong", model, way, ranks, tokens)
         for model in grid.models
@@ -377,8 +377,8 @@ def run_grid(meter: Meter, console: Console) -> list[Row]:
     jobs += [("paper", first, "megatron", most, tokens)]
     jobs += [("paper, weak", first, "gather", ranks, tokens // strong[-1] * ranks) for ranks in strong]
     for job in track(jobs, "one rank's share", console=console, transient=True, disable=not console.is_terminal):
-        rows += simulate(meter, *job)
-    return rows + simulate_undivided(meter, first, strong[-1], tokens)
+        yield from simulate(meter, *job)
+    yield from simulate_undivided(meter, first, strong[-1], tokens)
 
 
 def show(rows: Sequence[Row], grid: Grid) -> str:
@@ -608,18 +608,22 @@ def main() -> None:
     meter = Meter(device, grid)
     note = f"{facts['environment']['device']}. {facts['note']}"
     console.print(note, markup=False)
-    rows = run_grid(meter, console)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows = list[Row]()
+    try:
+        rows.extend(run_grid(meter, console))
+    finally:  # an interrupt loses nothing that has been found
+        save(arguments.out, rows, grid, facts, note)
+
+
+def save(out: Path, rows: Sequence[Row], grid: Grid, facts: dict[str, Any], note: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     text = f"{note}\n\n{show(rows, grid)}"
     print(text)
-    (arguments.out / "scale.md").write_text(text, encoding="utf-8")
-    saved = facts | {
-        "links": [asdict(link) for link in LINKS],
-        "rows": [asdict(r) for r in rows],
-    }
-    (arguments.out / "scale.json").write_text(json.dumps(saved, indent=1), encoding="utf-8")
-    draw(arguments.out / "scale.png", rows, grid, note)
-    print(f"numbers: {arguments.out / 'scale.json'}; chart: {arguments.out / 'scale.png'}")
+    (out / "scale.md").write_text(text, encoding="utf-8")
+    saved = facts | {"links": [asdict(link) for link in LINKS], "rows": [asdict(row) for row in rows]}
+    (out / "scale.json").write_text(json.dumps(saved, indent=1), encoding="utf-8")
+    draw(out / "scale.png", rows, grid, note)
+    print(f"numbers: {out / 'scale.json'}; chart: {out / 'scale.png'}")
 
 
 if __name__ == "__main__":
