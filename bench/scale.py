@@ -106,7 +106,7 @@ def make_grid(device: torch.device) -> Grid:
         models = {"gpt2_medium": medium, "llama1b": llama}
         lengths, powers = (2**14, 2**16, 2**18, 2**20), tuple(2**i for i in range(7))
         paper = (50112, (1, 4, 16, 36, 144), 16)
-        sizes = (lengths, powers, 1024, (1, 4, 16, 64, 256, 1024), paper, 2e13, 2**16)
+        sizes = (lengths, powers, 1024, (1, 4, 16, 64, 256, 1024), paper, 5e12, 2**16)
     return Grid({name: build_config({"model": model}).model for name, model in models.items()}, *sizes)
 
 
@@ -354,7 +354,7 @@ def simulate_undivided(meter: Meter, model: str, ranks: int, tokens: int) -> lis
     return [replace(row, way="megatron, undivided", memory_gib=row.memory_gib + whole) for row in rows]
 
 
-def run_grid(meter: Meter, console: Console) -> Iterator[Row]:
+def run_grid(meter: Meter, console: Console) -> Iterator[list[Row]]:
     grid = meter.grid
     jobs = [
         ("strong", model, way, ranks, tokens)
@@ -377,8 +377,8 @@ def run_grid(meter: Meter, console: Console) -> Iterator[Row]:
     jobs += [("paper", first, "megatron", most, tokens)]
     jobs += [("paper, weak", first, "gather", ranks, tokens // strong[-1] * ranks) for ranks in strong]
     for job in track(jobs, "one rank's share", console=console, transient=True, disable=not console.is_terminal):
-        yield from simulate(meter, *job)
-    yield from simulate_undivided(meter, first, strong[-1], tokens)
+        yield simulate(meter, *job)
+    yield simulate_undivided(meter, first, strong[-1], tokens)
 
 
 def show(rows: Sequence[Row], grid: Grid) -> str:
@@ -606,24 +606,26 @@ def main() -> None:
     console, grid = Console(highlight=False), make_grid(device)
     facts = describe_run(device, REPEATS, [])
     meter = Meter(device, grid)
-    note = f"{facts['environment']['device']}. {facts['note']}"
-    console.print(note, markup=False)
+    console.print(describe(facts), markup=False)
     rows = list[Row]()
-    try:
-        rows.extend(run_grid(meter, console))
-    finally:  # an interrupt loses nothing that has been found
-        save(arguments.out, rows, grid, facts, note)
+    for more in run_grid(meter, console):
+        rows += more
+        save(arguments.out, rows, grid, facts | {"links": [asdict(link) for link in LINKS]})
+    print((arguments.out / "scale.md").read_text(encoding="utf-8"))
+    draw(arguments.out / "scale.png", rows, grid, describe(facts))
+    print(f"numbers: {arguments.out / 'scale.json'}; chart: {arguments.out / 'scale.png'}")
 
 
-def save(out: Path, rows: Sequence[Row], grid: Grid, facts: dict[str, Any], note: str) -> None:
+def save(out: Path, rows: Sequence[Row], grid: Grid, facts: dict[str, Any]) -> None:
+    """After each piece of work: whoever interrupts it has the tables so far."""
     out.mkdir(parents=True, exist_ok=True)
-    text = f"{note}\n\n{show(rows, grid)}"
-    print(text)
-    (out / "scale.md").write_text(text, encoding="utf-8")
-    saved = facts | {"links": [asdict(link) for link in LINKS], "rows": [asdict(row) for row in rows]}
-    (out / "scale.json").write_text(json.dumps(saved, indent=1), encoding="utf-8")
-    draw(out / "scale.png", rows, grid, note)
-    print(f"numbers: {out / 'scale.json'}; chart: {out / 'scale.png'}")
+    (out / "scale.md").write_text(f"{describe(facts)}\n\n{show(rows, grid)}", encoding="utf-8")
+    tree = facts | {"rows": [asdict(row) for row in rows]}
+    (out / "scale.json").write_text(json.dumps(tree, indent=1), encoding="utf-8")
+
+
+def describe(facts: dict[str, Any]) -> str:
+    return f"{facts['environment']['device']}. {facts['note']}"
 
 
 if __name__ == "__main__":

@@ -277,11 +277,13 @@ def sum_passes(passes: Iterable[Pass]) -> Pass:
 
 def exposed_seconds(method: str, blocks: Sequence[Pass], traffic: Traffic, link: Link) -> Pass:
     """What a layer waits for its messages, given the times of its blocks of attention in the order in which their keys
-    are there. `gather` attends to local keys, the first block, while the others' come, and hides nothing backward. A
-    ring's next block comes while one is attended to; backward, the sums for the block before go on meanwhile, and those
+    are there. `gather` attends to local keys, the first block, while the others' come, in both passes; nothing is left to
+    do while their gradients travel. A ring's next block comes while one is attended to; backward, the sums for the block before go on meanwhile, and those
     for the last one still have to go home."""
     if method == "gather" and traffic.forward:
-        return Pass(max(link.seconds(traffic.forward) - blocks[0].forward, 0.0), link.seconds(traffic.backward))
+        *again, scatter = traffic.backward  # K/V that were not kept are gathered again
+        forward = max(link.seconds(traffic.forward) - blocks[0].forward, 0.0)
+        return Pass(forward, max(link.seconds(again) - blocks[0].backward, 0.0) + link.seconds([scatter]))
     if method == "ring" and traffic.forward:
         come, go = (link.seconds([replace(message, count=1)]) for message in traffic.backward)
         forward = sum(max(come - block.forward, 0.0) for block in blocks[:-1])

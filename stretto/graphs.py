@@ -82,8 +82,9 @@ class Memory:
     def _keep_pool(self) -> None:
         """It would go with the last graph that is forgotten, and could not be used again."""
         device = torch.cuda.current_device()
-        torch._C._cuda_beginAllocateCurrentStreamToPool(device, self.pool)  # counts as a user, until it is released
-        torch._C._cuda_endAllocateToPool(device, self.pool)
+        with torch.cuda.stream(self.stream):  # the default stream has no pools
+            torch._C._cuda_beginAllocateCurrentStreamToPool(device, self.pool)  # counts as a user, until it is released
+            torch._C._cuda_endAllocateToPool(device, self.pool)
         weakref.finalize(self, torch._C._cuda_releasePool, device, self.pool).atexit = False
 
 

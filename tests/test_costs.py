@@ -135,9 +135,11 @@ LINK = Link("", 1.0, 0.0)  # a byte a second
 
 
 def test_a_gather_hides_behind_the_local_block() -> None:
-    traffic = Traffic((Message("all-gather", 5.0, 1),), (Message("reduce-scatter", 3.0, 1),))
+    gather, scatter = Message("all-gather", 5.0, 1), Message("reduce-scatter", 3.0, 1)
+    traffic, again = Traffic((gather,), (scatter,)), Traffic((gather,), (gather, scatter))
     for own, wait in ((2.0, 3.0), (5.0, 0.0), (9.0, 0.0)):
-        assert costs.exposed_seconds("gather", [Pass(own, 9), Pass(9, 9)], traffic, LINK) == Pass(wait, 3.0)
+        assert costs.exposed_seconds("gather", [Pass(own, 0), Pass(9, 9)], traffic, LINK) == Pass(wait, 3.0)
+        assert costs.exposed_seconds("gather", [Pass(0, own), Pass(9, 9)], again, LINK) == Pass(5.0, wait + 3.0)
     assert costs.exposed_seconds("ulysses", [Pass(9, 9)], traffic, LINK) == Pass(5.0, 3.0)
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.attention import attend
 from stretto.batch import IGNORE, Batch, Counts, Layout, Sequences, dense_layout
@@ -163,11 +164,28 @@ def test_parts_of_attention_are_the_whole(parts: int, causal: bool, window: int)
         torch.testing.assert_close(found, wanted, atol=1e-14, rtol=0)
 
 
+class Names(TorchDispatchMode):
+    """Of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 100)])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parts_of_attention_in_bf16(name: str, causal: bool, window: int) -> None:
-    """By FlashAttention: as near to fp64 as attention in one piece is, up to a factor."""
+def test_parts_of_attention_in_bf16(
+    name: str, causal: bool, window: int, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As near to fp64 as attention in one piece is, up to a factor. By cuDNN where shapes stay the same and are large,
+    else by FlashAttention."""
+    monkeypatch.setattr("stretto.parallel.partial.LARGE", 1 if large else 2**22)
     for parts, (lengths, dense) in product((2, 4), [([512, 512], True), ([700, 1, 300, 23], False)]):
         layout = make_layout(lengths, dense)
         given = draw(layout, size=64)
@@ -176,7 +194,12 @@ def test_parts_of_attention_in_bf16(name: str, causal: bool, window: int) -> Non
         there = replace(layout, offsets=layout.offsets.cuda())
         one = partial(attend, q_layout=there, k_layout=there, causal=causal, dropout=0.0, window=window)
         alone = with_gradients(one, *half)
-        found = by_parts(half, layout, parts, name, causal, window, device="cuda")
+        with Names() as names:
+            found = by_parts(half, layout, parts, name, causal, window, device="cuda")
+        kernel = "cudnn" if dense and large and not window else "flash"
+        assert {n for n in names.seen if "attention" in n} == {
+            f"_{kernel}_attention_{way}.default" for way in ("forward", "backward")
+        }
         for mine, its, exact in zip(found, alone, wanted, strict=True):
             errors = [float((t.double().cpu() - exact).norm()) for t in (mine, its)]
             assert errors[0] <= 2 * errors[1]

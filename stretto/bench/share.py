@@ -8,6 +8,7 @@ ranks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,11 +32,13 @@ def stand_in(ranks: int, rank: int) -> Iterator[dist.ProcessGroup]:
     shapes, memory and work are real, and results are not."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # not everyone who trains needs it
 
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield whole_group()
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # each group would put its rank in front of every line of a traceback
 
 
 def whole_group() -> dist.ProcessGroup:
@@ -161,7 +164,8 @@ def build_block(
 ) -> FusedBlock:
     """With the weights of this rank: all, or for megatron its rows and columns of a block that all ranks draw alike."""
     torch.manual_seed(0)
-    block = Block(cfg, causal=True, cross=False)
+    with device:
+        block = Block(cfg, causal=True, cross=False)
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.02)
     for norm in (block.attention_norm, block.mlp_norm):
@@ -172,7 +176,7 @@ def build_block(
     if isinstance(block, MegatronBlock) and group is not None:
         block.group = group
         _split_weights(block, cfg)
-    return block.to(device, dtype)
+    return block.to(dtype)
 
 
 def _split_weights(block: MegatronBlock, cfg: ModelConfig) -> None:

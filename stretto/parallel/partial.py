@@ -5,10 +5,12 @@
     backward    with out and lse of all parts together, the gradients of a part are what they would be in one piece:
                 P = exp(scale q k - lse),  dS = P (dP - delta),  delta = sum over channels of out dout
 
-On a GPU in 16 bits both are torch's FlashAttention for packed sequences; its causal mask is aligned at the last query
-and the last key of a group, as `Reach` means it. Everything else takes the formulas, in tiles of queries. Dropout does,
-too: a probability survives by the query's place in the batch and the key's place in its sequence (ops/attention.py), so
-that the mask is the same however the sequence is cut.
+On a GPU in 16 bits these are kernels that torch has. FlashAttention for packed sequences takes all groups at once; its
+causal mask is aligned at the last query and the last key of a group, as `Reach` means it. cuDNN's, group by group, is
+1.5 times as fast on a Hopper if groups are large, but prepares itself for each new shape, so that shapes have to come
+again. Everything else takes the formulas, in tiles of queries. Dropout does, too: a probability survives by the query's
+place in the batch and the key's place in its sequence (ops/attention.py), so that the mask is the same however the
+sequence is cut.
 
 Shapes: q [T, H, D], a buffer of keys and values [R, 2, K, D], lse [H, T].
 """
@@ -27,6 +29,7 @@ from stretto.parallel.reach import Reach
 
 TILE = 1024  # queries at a time, where the formulas are used
 MOST_CHANNELS = 256  # that FlashAttention takes
+LARGE = 2**22  # pairs of a query and a key in a group: with fewer, FlashAttention is as fast as cuDNN, or faster
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ def attend_part(q: Tensor, kv: Tensor, reach: Reach, scores: Scores) -> tuple[Te
     k, v = kv[reach.rows].unbind(1)
     if not _fits_flash(q, scores):
         return _attend_by_formula(q, k, v, reach, scores)
+    if _fits_cudnn(q, k, v, reach):
+        return _attend_by_cudnn(q, k, v, reach, scores)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, reach.q_ends, reach.k_ends, reach.q_max, reach.k_max, 0.0, _is_causal(reach), False,
         scale=scores.scale, **_window(reach),
@@ -65,6 +70,8 @@ def backward_part(
     k, v = kv[reach.rows].unbind(1)
     if not _fits_flash(q, scores):
         dq, dk, dv = _backward_by_formula(dout, q, k, v, out, lse, reach, scores)
+    elif _fits_cudnn(q, k, v, reach):
+        dq, dk, dv = _backward_by_cudnn(dout, q, k, v, out, lse, reach, scores)
     else:
         none = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a generator that is not used
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -92,6 +99,55 @@ def _fits_flash(q: Tensor, scores: Scores) -> bool:
     return q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= MOST_CHANNELS and scores.dropout == 0.0
 
 
+def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> bool:
+    large = all(queries * keys >= LARGE for queries, keys in reach.lengths if keys)
+    if not (reach.dense and large) or reach.window:
+        return False
+    heads = [_by_head(t) for t in (q, k, v)]
+    return torch.backends.cuda.can_use_cudnn_attention(
+        torch.backends.cuda.SDPAParams(*heads, None, 0.0, reach.causal, q.shape[1] != k.shape[1])
+    )
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[T, H, D] as [1, H, T, D]."""
+    return x.transpose(0, 1)[None]
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """Back."""
+    return x[0].transpose(0, 1)
+
+
+def _attend_by_cudnn(q: Tensor, k: Tensor, v: Tensor, reach: Reach, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Its causal mask is aligned at the first query and key: a causal group has as many of both."""
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[1::-1], -torch.inf, dtype=torch.float32)
+    for rows, cols in reach.groups():
+        inputs = (_by_head(t) for t in (q[rows], k[cols], v[cols]))
+        sizes = (rows.stop - rows.start, cols.stop - cols.start)
+        found, sums, *_ = torch.ops.aten._cudnn_attention_forward(
+            *inputs, None, None, None, *sizes, True, 0.0, reach.causal, False, scale=scores.scale
+        )
+        out[rows], lse[:, rows] = _by_token(found), sums[0, ..., 0]
+    return out, lse
+
+
+def _backward_by_cudnn(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, reach: Reach, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    none = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a generator that is not used
+    for rows, cols in reach.groups():
+        inputs = (_by_head(t) for t in (dout[rows], q[rows], k[cols], v[cols], out[rows]))
+        sizes = (rows.stop - rows.start, cols.stop - cols.start)
+        found = torch.ops.aten._cudnn_attention_backward(
+            *inputs, lse[None, :, rows, None].contiguous(), none, none, None, None, None, *sizes, 0.0, reach.causal,
+            scale=scores.scale,
+        )  # fmt: skip
+        dq[rows], dk[cols], dv[cols] = map(_by_token, found)
+    return dq, dk, dv
+
+
 def _is_causal(reach: Reach) -> bool:
     return reach.causal and not reach.window  # a window that ends at the query says it by itself
 
@@ -105,12 +161,10 @@ def _window(reach: Reach) -> dict[str, int]:
 
 def _tiles(reach: Reach) -> Iterator[tuple[slice, slice, int]]:
     """Queries of one group, its keys, and how many of these the first of the queries sees if the mask is causal."""
-    q_ends, k_ends = reach.q_ends.tolist(), reach.k_ends.tolist()
-    for begin, end, low, high in zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True):
-        if low < high:
-            for start in range(begin, end, TILE):
-                stop = min(start + TILE, end)
-                yield slice(start, stop), slice(low, high), high - low - (end - start) + 1
+    for rows, cols in reach.groups():
+        for start in range(rows.start, rows.stop, TILE):
+            stop = min(start + TILE, rows.stop)
+            yield slice(start, stop), cols, cols.stop - cols.start - (rows.stop - start) + 1
 
 
 def _scores(q: Tensor, k: Tensor, reach: Reach, seen: int, scale: float) -> Tensor:

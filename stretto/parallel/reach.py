@@ -12,7 +12,9 @@ So no kernel has to know positions. Only a sliding window has to see all keys fr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,16 +32,32 @@ class Reach:
 
     q_ends: Tensor  # int32 [N + 1]
     k_ends: Tensor  # int32 [N + 1]
-    q_max: int
-    k_max: int
+    lengths: tuple[tuple[int, int], ...]  # queries and keys of each group, for the host
     rows: Tensor | slice  # int64 [M], or a run of them: where the keys are in the buffer
     places: Tensor  # int64 [M]: where they are in their sequences
+    dense: bool  # lengths are the same in every batch
     causal: bool = False  # the last query of a group sees all its keys, the one before all but the last, ...
     window: int = 0  # and each so many, the last ones; 0: all
 
     @property
     def num_keys(self) -> int:
         return self.places.shape[0]
+
+    @property
+    def q_max(self) -> int:
+        return max(queries for queries, _ in self.lengths)
+
+    @property
+    def k_max(self) -> int:
+        return max(keys for _, keys in self.lengths)
+
+    def groups(self) -> Iterator[tuple[slice, slice]]:
+        """Queries of each that sees something, and its keys."""
+        begin = low = 0
+        for queries, keys in self.lengths:
+            if keys:
+                yield slice(begin, begin + queries), slice(low, low + keys)
+            begin, low = begin + queries, low + keys
 
 
 @dataclass(frozen=True)
@@ -75,11 +93,11 @@ def reach_own(side: Side, causal: bool) -> Reach:
     lengths = [length for _, _, length in side.runs(whole=True)]
     if side.num_filler:
         lengths.append(side.num_filler)
-    ends, longest = _ends(lengths), max(lengths)
     places = np.zeros(side.cut.size, np.int64)
     tokens = side.cut.tokens(side.part)
     places[: len(tokens)] = _places(side.layout, tokens)
-    return Reach(ends, ends, longest, longest, slice(0, side.cut.size), torch.from_numpy(places), causal)
+    rows, found = slice(0, side.cut.size), torch.from_numpy(places)
+    return _reach(lengths, lengths, rows, found, side.layout.dense, causal)
 
 
 def reach_others(queries: Side, keys: Side, visible: Bools, first_row: int, causal: bool, window: int = 0) -> Reach:
@@ -99,7 +117,12 @@ def reach_others(queries: Side, keys: Side, visible: Bools, first_row: int, caus
     counts = [len(tokens) for tokens in found]
     tokens = np.concatenate(found)
     rows, places = keys.cut.row[tokens] - first_row, torch.from_numpy(_places(keys.layout, tokens))
-    return Reach(_ends(lengths), _ends(counts), max(lengths), max(counts), _as_run(rows), places, window > 0, window)
+    dense = queries.layout.dense and keys.layout.dense
+    return _reach(lengths, counts, _as_run(rows), places, dense, window > 0, window)
+
+
+def _reach(queries: list[int], keys: list[int], *rest: Any) -> Reach:
+    return Reach(_ends(queries), _ends(keys), tuple(zip(queries, keys, strict=True)), *rest)
 
 
 def _places(layout: Layout, tokens: Ints) -> Ints:
