@@ -9,9 +9,10 @@ Timed on this device, each shape once and then used for every method and link th
 the messages and how all of it adds up to a step: weights sharded over all ranks (FSDP), K/V gathered again in the
 backward pass, one sequence per step.
 
-A shape that would take too long is timed in part (fewer heads, fewer rows) and scaled: its speed is marked *. Memory
-is marked m where one layer of the share was run whole and its memory measured, else it is by formula; weights and their
-kin always are. Contiguous: the step of the slowest rank. Latencies are assumptions, bandwidths the nominal ones.
+A shape that would take too long is timed in part (fewer heads, fewer rows) and scaled: its speed is marked *. Times are
+the device's: a step that this machine's host could not launch so fast, kernel by kernel, is marked h. Memory is marked
+m where one layer of the share was run whole and its memory measured, else it is by formula; weights and their kin
+always are. Contiguous: the step of the slowest rank. Latencies are assumptions, bandwidths the nominal ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -76,8 +78,9 @@ WAYS = {
     "ulysses": Way("ulysses"),
     "megatron": Way("megatron"),
 }
-REPEATS = 2
+REPEATS = 3
 GIB = 2**30
+CYCLES = 2e9  # of a GPU in a second, about
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,13 @@ def make_grid(device: torch.device) -> Grid:
 
 @dataclass(frozen=True)
 class Timed:
-    seconds: Pass
-    scaled: bool  # from a part
+    seconds: Pass  # of the device, which never waits for the host
+    host: float  # seconds until all kernels are launched
+    scaled: bool = False  # from a part
+
+    def times(self, factor: float) -> Timed:
+        """Of a shape so many times as large, which needs no more launches."""
+        return replace(self, seconds=self.seconds * factor, scaled=factor != 1)
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,8 @@ class Row:
     tflops: float  # of each rank, useful ones
     step_s: float
     waits: float  # for messages, of layers and of weights: their share of the step
+    attention: float  # its share
+    host_s: float  # that this machine's host takes to launch the kernels of a step one by one
     memory_gib: float
     memory_measured: bool
     scaled: bool
@@ -150,11 +160,11 @@ class Meter:
         shapes = ((queries, heads, size), (queries, kv_heads, size), (queries, kv_heads, size))
         inputs, dout = [self.random(*shape).requires_grad_() for shape in shapes], self.random(*shapes[0])
         layout = dense_layout(1, queries, device=self.device)
-        seconds = self.time(
+        timed = self.time(
             lambda: attend(*inputs, layout, layout, causal=True, dropout=0.0),
             lambda out: torch.autograd.grad(out, inputs, dout),
         )
-        return Timed(seconds * (tokens / queries) ** 2, queries != tokens)
+        return timed.times((tokens / queries) ** 2)
 
     def _blocks(self, cfg: ModelConfig, way: Way, ranks: int, rank: int, tokens: int) -> list[Timed]:
         """Attention on one rank of several, in the order in which keys are there."""
@@ -175,16 +185,15 @@ class Meter:
                 passes.append(self.part(segment.own.others, tokens, own, *heads))
             else:
                 assert isinstance(segment.own, Ring)
-                reaches, known = [segment.own.own, *segment.own.others.values()], dict[Any, Pass]()
-                shapes = [(reach.causal, *reach.q_ends.tolist(), *reach.k_ends.tolist()) for reach in reaches]
+                reaches, known = [segment.own.own, *segment.own.others.values()], dict[Any, Timed]()
+                shapes = [(reach.causal, reach.lengths) for reach in reaches]
                 for shape, reach in zip(shapes, reaches, strict=True):
                     if shape not in known:
                         known[shape] = self.part(reach, own, own, *heads)
                 passes = [known[shape] for shape in shapes]
-        scale = all_heads / kv_heads
-        return [Timed(seconds * scale, scale != 1) for seconds in passes]
+        return [timed.times(all_heads / kv_heads) for timed in passes]
 
-    def part(self, reach: Reach, rows: int, own: int, heads: int, kv_heads: int, size: int) -> Pass:
+    def part(self, reach: Reach, rows: int, own: int, heads: int, kv_heads: int, size: int) -> Timed:
         """Attention to those of so many rows of keys that `own` queries reach; merged, unless it is the first."""
         q, out, dout = (self.random(own, heads, size) for _ in range(3))
         kv, lse, scores = self.random(rows, 2, kv_heads, size), q.new_zeros(heads, own).float(), Scores(size**-0.5)
@@ -195,7 +204,7 @@ class Meter:
 
         return self.time(forward, lambda _: backward_part(dout, q, kv, out, lse, reach, scores))
 
-    def exchanged(self, by: Ulysses, own: int, heads: int, kv_heads: int, size: int) -> Pass:
+    def exchanged(self, by: Ulysses, own: int, heads: int, kv_heads: int, size: int) -> Timed:
         inputs = [self.random(own, count, size).requires_grad_() for count in (heads, kv_heads, kv_heads)]
         dout, scores = self.random(own, heads, size), Scores(size**-0.5)
         return self.time(lambda: by(*inputs, scores), lambda out: torch.autograd.grad(out, inputs, dout))
@@ -210,11 +219,11 @@ class Meter:
             x, branch, dout = (self.random(rows, cfg.width) for _ in range(3))
             inputs = [x.requires_grad_(), branch.requires_grad_(), *block.parameters()]
             angles = share.angles_of(cfg, part.positions)
-            seconds = self.time(
+            timed = self.time(
                 lambda: share.run_block(block, x, branch, part.layout, angles),
                 lambda out: torch.autograd.grad(out, inputs, dout, allow_unused=True),
             )
-        return Timed(seconds * (own / rows), rows != own)
+        return timed.times(own / rows)
 
     def _outside(self, cfg: ModelConfig, own: int) -> Timed:
         """Embedding, last norm, output layer and loss. Megatron's have all tokens of 1 / P of the vocabulary: the same
@@ -233,8 +242,7 @@ class Meter:
         def forward() -> Tensor:
             return linear_cross_entropy(norm(embedding(inputs), *norm_parts(last)), table, None, ids)
 
-        seconds = self.time(forward, lambda loss: loss.backward())
-        return Timed(seconds * (own / rows), rows != own)
+        return self.time(forward, lambda loss: loss.backward()).times(own / rows)
 
     def _update(self, parameters: int) -> float:
         most = self.grid.most_rows * 2048
@@ -242,7 +250,7 @@ class Meter:
         weight = nn.Parameter(torch.zeros(count, device=self.device, dtype=self.dtype))
         weight.grad = torch.zeros_like(weight)
         optimizer = FlatAdamW([weight], weights="split" if self.device.type == "cuda" else "fp32")
-        return self.time(optimizer.step, lambda _: None).forward * parameters / count
+        return self.time(optimizer.step, lambda _: None).seconds.forward * parameters / count
 
     def _memory(self, cfg: ModelConfig, ranks: int, tokens: int) -> tuple[float, float] | None:
         """Bytes that one layer of the share keeps, gathering K/V, and that its passes need at most; None where that
@@ -268,17 +276,24 @@ class Meter:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
-    def time(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Pass:
+    def time(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timed:
+        """Of kernels that follow one another: the device sleeps while the host launches them."""
         backward(forward())
         clock = Clock(self.device)
+        begin = time.perf_counter()
+        backward(forward())
+        host = time.perf_counter() - begin if self.device.type == "cuda" else 0.0
         for _ in range(REPEATS):
+            if host:
+                torch.cuda._sleep(int(1.2 * host * CYCLES))  # type: ignore[no-untyped-call]
+            clock.tick()
             out = forward()
             clock.tick()
             backward(out)
             clock.tick()
             del out
         seconds = clock.read()
-        return Pass(statistics.median(seconds[::2]), statistics.median(seconds[1::2]))
+        return Timed(Pass(statistics.median(seconds[1::3]), statistics.median(seconds[2::3])), host)
 
 
 def time_blocks(meter: Meter, cfg: ModelConfig, name: str, ranks: int, tokens: int) -> list[Timed]:
@@ -334,6 +349,8 @@ def compose_rows(
                 tflops=useful / ranks / step.total / 1e12,
                 step_s=step.total,
                 waits=(step.waits + step.weights) / step.total,
+                attention=cfg.layers * sum_passes(passes).total / step.total,
+                host_s=cfg.layers * sum(timed.host for timed in (rest, *blocks)) + outside.host,
                 memory_gib=memory.total / GIB,
                 memory_measured=measured is not None,
                 scaled=any(timed.scaled for timed in (rest, outside, *blocks)),
@@ -399,7 +416,7 @@ def show(rows: Sequence[Row], grid: Grid) -> str:
             lines = [f"### {table}: {model}, {link}; {meaning}", "", line(head), line(["---:"] * len(head))]
             for tokens, ranks in dict.fromkeys((row.tokens, row.ranks) for row in here):
                 found = [cells.get((tokens, ranks, way)) for way in ways]
-                speeds = ["-" if row is None else figures(getattr(row, column)) + "*" * row.scaled for row in found]
+                speeds = ["-" if row is None else figures(getattr(row, column)) + marks(row) for row in found]
                 sizes = ["-" if row is None else figures(row.memory_gib) + "m" * row.memory_measured for row in found]
                 lines.append(line([f"{tokens:,}", f"{ranks:,}", *speeds, *sizes]))
             parts.append("\n".join(lines))
@@ -424,6 +441,10 @@ def show_classic(grid: Grid) -> str:
         *(line([way, f"{size / GIB:.2f}"]) for way, size in ways.items()),
     ]
     return "\n".join(lines + rows)
+
+
+def marks(row: Row) -> str:
+    return "*" * row.scaled + "h" * (row.host_s > row.step_s)
 
 
 def figures(value: float) -> str:

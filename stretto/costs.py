@@ -24,7 +24,6 @@ times as much. Nothing is imported here but the configuration: a choice must not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
@@ -277,9 +276,9 @@ def sum_passes(passes: Iterable[Pass]) -> Pass:
 
 def exposed_seconds(method: str, blocks: Sequence[Pass], traffic: Traffic, link: Link) -> Pass:
     """What a layer waits for its messages, given the times of its blocks of attention in the order in which their keys
-    are there. `gather` attends to local keys, the first block, while the others' come, in both passes; nothing is left to
-    do while their gradients travel. A ring's next block comes while one is attended to; backward, the sums for the block before go on meanwhile, and those
-    for the last one still have to go home."""
+    are there. `gather` attends to local keys, the first block, while the others' come, in both passes; nothing is left
+    to do while their gradients travel. A ring's next block comes while one is attended to; backward, the sums for the
+    block before go on meanwhile, and those for the last one still have to go home."""
     if method == "gather" and traffic.forward:
         *again, scatter = traffic.backward  # K/V that were not kept are gathered again
         forward = max(link.seconds(traffic.forward) - blocks[0].forward, 0.0)
@@ -343,21 +342,11 @@ class Choice:
 
 
 def choose_method(
-    cfg: ModelConfig,
-    ranks: int,
-    tokens: int,
-    link: Link,
-    flops: float = 400e12,
-    room: float = math.inf,
-    causal: bool = True,
+    cfg: ModelConfig, ranks: int, tokens: int, link: Link, flops: float = 400e12, causal: bool = True
 ) -> Choice:
-    """The fastest of METHODS for one layer at this rate of arithmetic, or `gather` if that is nearly as fast. `room`:
-    bytes for the K/V of all tokens and their gradients, which only `gather` needs."""
+    """The fastest of METHODS for one layer at this rate of arithmetic, or `gather` if that is nearly as fast."""
     times = {method: _guess_seconds(cfg, method, ranks, tokens, link, flops, causal) for method in METHODS}
     obstacles = {method: find_obstacle(cfg, method, ranks, tokens) for method in METHODS}
-    need = 2 * tokens * kv_width(cfg) * (2 + 4) + _found_bytes(tokens, kv_width(cfg), element=2, reduced=4)
-    if need > room:
-        obstacles["gather"] = f"K/V of all tokens and their gradients take {need / 2**30:.1f} GiB"
     possible = [method for method in METHODS if not obstacles[method]]
     if not possible:
         raise ValueError(f"{tokens} tokens cannot be split over {ranks} ranks: {obstacles['ring']}")

@@ -188,9 +188,7 @@ def test_the_choice_says_why() -> None:
     assert heads.method == "ulysses" and "gather would take" in heads.reason and "slow" in heads.reason
     many = costs.choose_method(MHA, 64, 2**18, SLOW)
     assert many.method == "ring" and "16 KV heads do not divide by 64" in many.reason
-    full = costs.choose_method(GQA, 8, 2**20, FAST, room=2**30)
-    assert full.method == "ring" and "K/V of all tokens and their gradients take 3.0 GiB" in full.reason
-    assert "\n" not in full.reason
+    assert "\n" not in many.reason
 
 
 def test_a_split_that_nobody_can_do_is_an_error() -> None:

@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint as recompute_later
 
 from stretto import checkpoint
 from stretto.batch import Batch, Counts, Depth, Part, Share, clone, copy_into, shape_of
@@ -42,7 +41,7 @@ from stretto.techniques.layer_drop import (
 )
 from stretto.train import train
 from tests.conftest import MakeConfig
-from tests.test_fused import DEVICE, build, learn
+from tests.test_fused import DEVICE, build, learn, recompute_blocks
 from tests.test_model import CLASSES, CONFIGS, Sample, collate
 
 BLOCKS, TOTAL, STEPS = 4, 1000, 8
@@ -301,11 +300,7 @@ def test_activation_checkpointing(gate: Any, scale: Any) -> None:
     for fused in (None, FusedConfig(recompute=True)):
         model = build(cfg, fused)
         kept = learn(model, batch)
-        for site in sites(model)["block"]:
-            block = model.get_submodule(site)
-            forward = block.forward
-            block.forward = lambda *args, f=forward, **kw: recompute_later(f, *args, use_reentrant=False, **kw)  # type: ignore
-        again = learn(model, batch)
+        again = learn(recompute_blocks(model), batch)
         assert kept.keys() == again.keys() and all(torch.equal(kept[key], again[key]) for key in kept)
 
 

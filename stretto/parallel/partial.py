@@ -103,10 +103,10 @@ def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> bool:
     large = all(queries * keys >= LARGE for queries, keys in reach.lengths if keys)
     if not (reach.dense and large) or reach.window:
         return False
-    heads = [_by_head(t) for t in (q, k, v)]
-    return torch.backends.cuda.can_use_cudnn_attention(
-        torch.backends.cuda.SDPAParams(*heads, None, 0.0, reach.causal, q.shape[1] != k.shape[1])
-    )
+    inputs = (_by_head(q), _by_head(k), _by_head(v))
+    shared = q.shape[1] != k.shape[1]  # a key head by several query heads
+    params = torch.backends.cuda.SDPAParams(*inputs, None, 0.0, reach.causal, shared)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def _by_head(x: Tensor) -> Tensor:

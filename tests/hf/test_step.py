@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -178,24 +179,34 @@ def test_mistakes_are_named() -> None:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in RECTANGULAR])
 def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, over batches of several shapes."""
+
+    def make_step() -> Step:
+        model, optimizer = make(family, torch.bfloat16)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+        return Step(model, optimizer, clip=1.0)
+
+    batches = [draw_batch(family, LENGTHS[i % 3], seed=i % 3) for i in range(15)]
+    assert len(replay_and_compare(make_step, batches, monkeypatch)) > 5
+
+
+def replay_and_compare(
+    make_step: Callable[[], Step], batches: Sequence[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> list[torch.cuda.CUDAGraph]:
+    """The same bits with graphs and without; returns the graphs in the order in which they were replayed."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # for the convolution of ViT
     replays, replay = list[Any](), torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
     found = []
     for recorded in (False, True):
-        model, optimizer = make(family, torch.bfloat16)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.1
-        step = Step(model, optimizer, clip=1.0)
+        step, losses = make_step(), []
         assert step.recorder is not None
         step.recorder = step.recorder if recorded else None
-        losses = []
-        for i in range(15):
+        for i, batch in enumerate(batches):
             torch.manual_seed(i)
-            batch = draw_batch(family, LENGTHS[i % 3], seed=i % 3)
             losses.append(step({n: t.bfloat16() if t.is_floating_point() else t for n, t in batch.items()}))
-        found.append((torch.stack(losses), [p.clone() for p in model.parameters()]))
-    assert len(replays) > 5
+        found.append((torch.stack(losses), [p.clone() for p in step.model.parameters()]))
     assert torch.equal(found[0][0], found[1][0]), (found[0][0], found[1][0])
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    return replays

@@ -33,6 +33,7 @@ from stretto.optim import FlatAdamW
 from stretto.techniques.layer_drop import POST_NORM, LayerDrop
 from tests.hf.families import _PAIRS, FAMILIES, OLD, RECTANGULAR, Batch, build, draw_batch, errors, learn
 from tests.hf.test_pending import count_sums
+from tests.hf.test_step import replay_and_compare
 from tests.hf.test_trainer import alone, make
 
 __all__ = ["alone"]  # a fixture: every trainer begins without the last one's state
@@ -578,24 +579,12 @@ def test_what_cannot_be_recorded_is_said() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", STACKS)
 def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # for the convolution of ViT
-    replays, replay = list[Any](), torch.cuda.CUDAGraph.replay
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
-    found = []
-    for recorded in (False, True):
+    def make_step() -> Step:
         model = stretto.accelerate(build_deep(family, torch.bfloat16).to("cuda"), **BOTH)
-        step = Step(model, FlatAdamW(model.parameters(), lr=1e-3, weights="split"), clip=1.0)
-        assert step.recorder is not None
-        step.recorder = step.recorder if recorded else None
-        losses = []
-        for i in range(40):
-            torch.manual_seed(i)
-            batch = draw(family, seed=i)
-            losses.append(step({n: t.bfloat16() if t.is_floating_point() else t for n, t in batch.items()}))
-        found.append((torch.stack(losses), [p.clone() for p in model.parameters()]))
+        return Step(model, FlatAdamW(model.parameters(), lr=1e-3, weights="split"), clip=1.0)
+
+    replays = replay_and_compare(make_step, [draw(family, seed=i) for i in range(40)], monkeypatch)
     assert len(replays) > 10 and len(set(replays)) > 1
-    assert torch.equal(found[0][0], found[1][0]), (found[0][0], found[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
 
 
 def run_rank(rank: int, port: int) -> None:
