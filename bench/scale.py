@@ -78,6 +78,7 @@ WAYS = {
     "ulysses": Way("ulysses"),
     "megatron": Way("megatron"),
 }
+UNDIVIDED = "megatron, undivided"
 REPEATS = 3
 GIB = 2**30
 CYCLES = 2e9  # of a GPU in a second, about
@@ -359,43 +360,45 @@ def compose_rows(
     return rows
 
 
-def simulate_undivided(meter: Meter, model: str, ranks: int, tokens: int) -> list[Row]:
+def simulate_undivided(meter: Meter, table: str, model: str, way: str, ranks: int, tokens: int) -> list[Row]:
     """More ranks than heads, and each of them attends with all heads to all tokens: what tensor parallelism comes to
     where attention cannot be divided further. All else is divided, at the speed of as many tokens."""
     cfg = meter.grid.models[model]
     size, kv_heads = cfg.width // cfg.heads, cfg.kv_heads or cfg.heads
     blocks = [meter.whole(tokens, cfg.heads, kv_heads, size)]
     rest = meter.rest(cfg, 1, tokens // ranks)
-    rows = compose_rows(meter, "paper", model, "megatron", ranks, tokens, rest, blocks)
+    rows = compose_rows(meter, table, model, "megatron", ranks, tokens, rest, blocks)
     whole = (2 * cfg.width + 2 * kv_heads * size) * 2 * tokens * (1 - 1 / ranks) * cfg.layers / GIB  # q, k, v, result
-    return [replace(row, way="megatron, undivided", memory_gib=row.memory_gib + whole) for row in rows]
+    return [replace(row, way=way, memory_gib=row.memory_gib + whole) for row in rows]
 
 
-def run_grid(meter: Meter, console: Console) -> Iterator[list[Row]]:
+def run_grid(meter: Meter, known: Sequence[Row], console: Console) -> Iterator[list[Row]]:
+    """All that is not known yet."""
     grid = meter.grid
+    tokens, strong, most = grid.paper
+    first = next(iter(grid.models))  # its size is not known; a small GPT it was
     jobs = [
-        ("strong", model, way, ranks, tokens)
-        for model in grid.models
-        for tokens in grid.lengths
-        for ranks in grid.ranks
-        for way in WAYS
+        ("paper", first, way, ranks, tokens) for ranks in strong for way in ("gather", "gather, contiguous", "ring")
     ]
+    jobs += [("paper", first, "megatron", most, tokens), ("paper", first, UNDIVIDED, strong[-1], tokens)]
+    jobs += [("paper, weak", first, "gather", ranks, tokens // strong[-1] * ranks) for ranks in strong]
     jobs += [
         ("weak", model, way, ranks, ranks * grid.own)
         for model in grid.models
         for ranks in grid.weak_ranks
         for way in WAYS
     ]
-    tokens, strong, most = grid.paper
-    first = next(iter(grid.models))  # its size is not known; a small GPT it was
     jobs += [
-        ("paper", first, way, ranks, tokens) for ranks in strong for way in ("gather", "gather, contiguous", "ring")
+        ("strong", model, way, ranks, tokens)
+        for model in grid.models
+        for tokens in grid.lengths
+        for ranks in grid.ranks
+        for way in WAYS
     ]
-    jobs += [("paper", first, "megatron", most, tokens)]
-    jobs += [("paper, weak", first, "gather", ranks, tokens // strong[-1] * ranks) for ranks in strong]
-    for job in track(jobs, "one rank's share", console=console, transient=True, disable=not console.is_terminal):
-        yield simulate(meter, *job)
-    yield simulate_undivided(meter, first, strong[-1], tokens)
+    done = {(row.table, row.model, row.way, row.ranks, row.tokens) for row in known}
+    left = [job for job in jobs if job not in done]
+    for job in track(left, "one rank's share", console=console, transient=True, disable=not console.is_terminal):
+        yield simulate_undivided(meter, *job) if UNDIVIDED in job else simulate(meter, *job)
 
 
 def show(rows: Sequence[Row], grid: Grid) -> str:
@@ -409,7 +412,9 @@ def show(rows: Sequence[Row], grid: Grid) -> str:
     ):
         some = [row for row in rows if row.table == table]
         for model, link in dict.fromkeys((row.model, row.link) for row in some):
-            here = [row for row in some if (row.model, row.link) == (model, link)]
+            here = sorted(
+                (row for row in some if (row.model, row.link) == (model, link)), key=lambda r: (r.tokens, r.ranks)
+            )
             ways = list(dict.fromkeys(row.way for row in here))
             cells = {(row.tokens, row.ranks, row.way): row for row in here}
             head = ["tokens", "ranks", *ways, *(f"{way}, GiB" for way in ways)]
@@ -628,8 +633,8 @@ def main() -> None:
     facts = describe_run(device, REPEATS, [])
     meter = Meter(device, grid)
     console.print(describe(facts), markup=False)
-    rows = list[Row]()
-    for more in run_grid(meter, console):
+    rows = load(arguments.out, facts)
+    for more in run_grid(meter, rows, console):
         rows += more
         save(arguments.out, rows, grid, facts | {"links": [asdict(link) for link in LINKS]})
     print((arguments.out / "scale.md").read_text(encoding="utf-8"))
@@ -637,8 +642,18 @@ def main() -> None:
     print(f"numbers: {arguments.out / 'scale.json'}; chart: {arguments.out / 'scale.png'}")
 
 
+def load(out: Path, facts: dict[str, Any]) -> list[Row]:
+    """What an interrupted run has left."""
+    if not (out / "scale.json").exists():
+        return []
+    saved = json.loads((out / "scale.json").read_text(encoding="utf-8"))
+    if saved["environment"]["device"] != facts["environment"]["device"]:
+        sys.exit(f"{out} is of another device, {saved['environment']['device']}: choose another --out, or delete it")
+    return [Row(**row) for row in saved["rows"]]
+
+
 def save(out: Path, rows: Sequence[Row], grid: Grid, facts: dict[str, Any]) -> None:
-    """After each piece of work: whoever interrupts it has the tables so far."""
+    """After each piece of work: whoever interrupts it has the tables so far, and can go on."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "scale.md").write_text(f"{describe(facts)}\n\n{show(rows, grid)}", encoding="utf-8")
     tree = facts | {"rows": [asdict(row) for row in rows]}
