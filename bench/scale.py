@@ -461,7 +461,8 @@ def line(cells: Sequence[str]) -> str:
 
 
 def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
-    """For each model: strong scaling of the longest sequence, weak scaling, and memory by length."""
+    """For each model: strong scaling of the longest sequence but one (in the longest, attention hides everything), weak
+    scaling, and memory by length."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.5 * len(grid.models)), layout="constrained")
@@ -470,9 +471,9 @@ def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
     styles = dict(zip((link.name for link in LINKS), ("-", "--"), strict=True))
     colours = {way: f"C{i}" for i, way in enumerate(WAYS)}
     for (strong, weak, memory), model in zip(panels, grid.models, strict=True):
-        mine, longest = [row for row in rows if row.model == model], grid.lengths[-1]
+        mine, long = [row for row in rows if row.model == model], grid.lengths[-2]
         for axes, table, column, title in (
-            (strong, "strong", "tokens_per_s", f"{model}, {longest:,} tokens: tokens/s of each rank"),
+            (strong, "strong", "tokens_per_s", f"{model}, {long:,} tokens: tokens/s of each rank"),
             (weak, "weak", "tflops", f"{model}, {grid.own:,} tokens a rank: TFLOP/s of each rank"),
         ):
             for way, colour in colours.items():
@@ -481,12 +482,13 @@ def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
                         row
                         for row in mine
                         if (row.table, row.way, row.link) == (table, way, link)
-                        and (table == "weak" or row.tokens == longest)
+                        and (table == "weak" or row.tokens == long)
                     ]
                     label = f"{way}; {link}" if style == "-" else None
                     axes.plot([r.ranks for r in picked], [getattr(r, column) for r in picked], style, marker=".",
                               color=colour, label=label)  # fmt: skip
-            axes.set(xlabel="ranks", xscale="log")
+            axes.set(xlabel="ranks", ylim=(0, None))
+            axes.set_xscale("log", base=2)
             axes.set_title(title, fontsize=10)
         for i, ranks in enumerate(grid.ranks):
             picked = [

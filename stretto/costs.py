@@ -35,6 +35,10 @@ METHODS: tuple[Method, ...] = get_args(Method)
 STATE_BYTES = (4, 4, 8)  # of a parameter: weight (fp32, or bf16 and the 16 bits below), gradient, AdamW's moments
 WORTH = 1.05  # another method has to be so many times faster than gathering, which knows all masks and head counts
 
+# What attention in blocks costs besides its arithmetic, in both passes, on an H200 (docs/results.md).
+BLOCK_S = 8.4e-5  # of each block: small kernels that follow one another
+VALUE_S = 3.5e-11  # of each value of queries that is merged with what was known, and of all keys if they are gathered
+
 
 @dataclass(frozen=True)
 class Link:
@@ -234,15 +238,17 @@ def _working_bytes(
     mlp = own * (up + inner + (inner if recompute else 0)) * element
     attention = own * (2 * cfg.width + 2 * kv) * element
     if method == "gather" and ranks > 1:
-        attention += 2 * tokens * kv * reduced + _found_bytes(tokens, kv, element, reduced)
+        attention += 2 * tokens * kv * reduced + _found_bytes(cfg, tokens, element, reduced)
     if method == "ring" and ranks > 1:
-        attention += 2 * 2 * own * kv * (element + reduced) + _found_bytes(own, kv, element, reduced)
+        attention += 2 * 2 * own * kv * (element + reduced) + _found_bytes(cfg, own, element, reduced)
     return max(mlp, attention)
 
 
-def _found_bytes(tokens: int, kv: int, element: int, reduced: int) -> int:
-    """Keys and values side by side, the gradients of both, and one of them as it is added."""
-    return tokens * kv * (4 * element + reduced)
+def _found_bytes(cfg: ModelConfig, tokens: int, element: int, reduced: int) -> int:
+    """Keys and values side by side, the gradients of both, and one of them as it is added. Kernels find gradients for
+    each query head before they add up those of heads that share a key."""
+    kv = kv_width(cfg)
+    return tokens * (kv * (4 * element + reduced) + (2 * cfg.width * element if kv < cfg.width else 0))
 
 
 def classic_activation_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> float:
@@ -374,11 +380,17 @@ def _guess_seconds(
     products = cfg.width * (2 * cfg.width + 2 * kv_width(cfg) + up + inner)
     rest = Pass(2 * own * products / flops, 4 * own * products / flops)
 
-    def block(keys: float) -> Pass:
-        seconds = 4 * own * keys * cfg.width * (0.5 if causal else 1.0) / flops
-        return Pass(seconds, 2.5 * seconds)
+    def block(keys: float, merged: bool, copied: float = 0.0) -> Pass:
+        arithmetic = 4 * own * keys * cfg.width * (0.5 if causal else 1.0) / flops
+        besides = BLOCK_S + VALUE_S * (own * cfg.width * merged + copied)
+        return Pass(arithmetic + besides / 3, 2.5 * arithmetic + besides * 2 / 3)
 
-    blocks = [block(own)] * ranks if method == "ring" else [block(own), block(tokens - own)]
+    if method == "ring":
+        blocks = [block(own, merged=i > 0) for i in range(ranks)]
+    elif method == "gather":
+        blocks = [block(own, False), block(tokens - own, True, copied=tokens * kv_width(cfg))]
+    else:
+        blocks = [block(tokens, False)]
     traffic = layer_traffic(cfg, method, ranks, tokens, keep=False)
     waits = exposed_seconds(method, blocks, traffic, link)
     return StepTime((rest + sum_passes(blocks)).total, 0.0, waits.total, 0.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +191,52 @@ def test_the_choice_says_why() -> None:
     many = costs.choose_method(MHA, 64, 2**18, SLOW)
     assert many.method == "ring" and "16 KV heads do not divide by 64" in many.reason
     assert "\n" not in many.reason
+
+
+MEASURED = {
+    "gpt2_medium": build_config({"model": {"preset": "gpt2-medium", "vocab": 50304, "positions": "rotary"}}).model,
+    "llama1b": build_config({"model": {"preset": "llama-1b"}}).model,
+}
+
+
+def read_measured() -> list[dict[str, str]]:
+    """What bench/scale.py found on an H200."""
+    with (Path(__file__).parents[1] / "docs" / "data" / "scale-h200.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lost_by_choosing() -> list[float]:
+    """How many times as long as the fastest method the chosen one takes, wherever all that are possible were run."""
+    cases: dict[tuple[str, int, int, str], dict[str, float]] = {}
+    for row in read_measured():
+        if row["way"] in costs.METHODS and row["ranks"] != "1" and row["table"] != "paper":
+            case = (row["model"], int(row["tokens"]), int(row["ranks"]), row["link"])
+            cases.setdefault(case, {})[row["way"]] = float(row["step_s"])
+    links, lost = {link.name: link for link in (costs.NVLINK, costs.NETWORK)}, []
+    for (name, tokens, ranks, link), seconds in cases.items():
+        cfg = MEASURED[name]
+        if all(method in seconds or costs.find_obstacle(cfg, method, ranks, tokens) for method in costs.METHODS):
+            chosen = costs.choose_method(cfg, ranks, tokens, links[link]).method
+            lost.append(seconds[chosen] / min(seconds.values()))
+    return lost
+
+
+def test_the_choice_is_near_the_best_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = lost_by_choosing()
+    assert len(lost) > 90 and max(lost) < 1.2 and sum(one < 1.1 for one in lost) > 0.95 * len(lost)
+    monkeypatch.setattr(costs, "BLOCK_S", 0.0)
+    monkeypatch.setattr(costs, "VALUE_S", 0.0)
+    assert max(lost_by_choosing()) > 2  # arithmetic and messages are not all
+
+
+def test_memory_is_what_was_measured() -> None:
+    ratios = []
+    for row in read_measured():
+        if row["memory_measured"] == "True":
+            cfg, ranks, tokens = MEASURED[row["model"]], int(row["ranks"]), int(row["tokens"])
+            formula = costs.rank_memory(cfg, "gather", ranks, tokens, recompute=True).total
+            ratios.append(float(row["memory_gib"]) * 2**30 / formula)
+    assert len(ratios) > 100 and min(ratios) > 0.98 and max(ratios) < 1.05
 
 
 def test_a_split_that_nobody_can_do_is_an_error() -> None:
