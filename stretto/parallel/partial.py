@@ -29,6 +29,7 @@ from stretto.parallel.reach import Reach
 
 TILE = 1024  # queries at a time, where the formulas are used
 MOST_CHANNELS = 256  # that FlashAttention takes
+HOPPER = (9, 0)  # from here on torch, too, prefers cuDNN
 LARGE = 2**22  # pairs of a query and a key in a group: with fewer, FlashAttention is as fast as cuDNN, or faster
 
 
@@ -101,7 +102,7 @@ def _fits_flash(q: Tensor, scores: Scores) -> bool:
 
 def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> bool:
     large = all(queries * keys >= LARGE for queries, keys in reach.lengths if keys)
-    if not (reach.dense and large) or reach.window:
+    if not (reach.dense and large) or reach.window or torch.cuda.get_device_capability(q.device) < HOPPER:
         return False
     inputs = (_by_head(q), _by_head(k), _by_head(v))
     shared = q.shape[1] != k.shape[1]  # a key head by several query heads
