@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,28 @@ from stretto.ops.language import INTERPRET, triton
 from tests.ops.checks import DEVICE
 
 FAMILIES = sorted(path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
+Done = subprocess.CompletedProcess[str]
+
+
+def run(family: Path) -> Done:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(family)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[Done]]]:
+    """As many at a time as there are cores: the interpreter uses one."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    chosen = [item.callspec.params["family"] for item in items if item.function is test_kernels_in_the_interpreter]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {family: pool.submit(run, family) for family in chosen}
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.skipif(INTERPRET or DEVICE == "cuda", reason="the kernels run already")
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda path: path.stem.removeprefix("test_"))
-def test_kernels_in_the_interpreter(family: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(family)]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+def test_kernels_in_the_interpreter(family: Path, runs: dict[Path, Future[Done]]) -> None:
+    done = runs[family].result()
     assert done.returncode == 0, done.stdout + done.stderr
