@@ -212,7 +212,9 @@ class FusedBlock(Block):
             for (norm, branch), key in zip(branches, norm_keys, strict=False):
                 h, x = self.add(pending, x, norm, key, layout, share.part.subset)
                 places = None if share.part.subset is None else share.part.subset.places
-                pending = branch(h)._replace(scale=share.scale, places=places)
+                # Not by _replace: torch 2.11 cannot compile a function that returns what that made.
+                out, bias, *_ = branch(h)
+                pending = Branch(out, bias, share.scale, places)
             return x, pending
         again = pending.out
         assert again is not None

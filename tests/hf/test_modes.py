@@ -68,8 +68,9 @@ def test_torch_compile(family: str) -> None:
     exact, plain = learn(build(family, torch.float64), batch), learn(build(family), batch)
     model = stretto.accelerate(build(family))
     torch._dynamo.reset()
-    whole = not family.startswith(("bart", "marian", "gpt2"))  # whose own code breaks the graph: layerdrop, a warning
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=whole)
+    breaks = ["bart", "marian", "gpt2"]  # the graph, in their own code: layerdrop, a warning
+    breaks += ["t5"] if torch.__version__ < (2, 12) else []  # it copies a configuration, which torch 2.11 cannot trace
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=not family.startswith(tuple(breaks)))
     found = learn(compiled, batch)
     found = {name.removeprefix("_orig_mod."): t for name, t in found.items()}
     assert_parity(found, plain, exact, FLOOR)
