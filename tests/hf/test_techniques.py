@@ -607,6 +607,8 @@ def run_rank(rank: int, port: int) -> None:
             {name: p.grad for name, p in m.named_parameters() if p.grad is not None} for m in (inner, alone)
         )
         assert max(errors(found, expected).values()) < 1e-5
+    torch.distributed.barrier()  # as in test_modes.py
+    del model
     torch.distributed.destroy_process_group()
 
 
