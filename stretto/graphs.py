@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.batch import clone, copy_into, shape_of
+from stretto.batch import copy_into, pack, shape_of
 
 TIMES = 2  # the first time, kernels are compiled and loaded
 MOST = 32  # graphs
@@ -130,7 +130,7 @@ class Recorder:
         return self.seen[shape] >= TIMES
 
     def record(self, batches: tuple[Any, ...]) -> Recording:
-        graph, own = torch.cuda.CUDAGraph(), [clone(batch) for batch in batches]
+        graph, own = torch.cuda.CUDAGraph(), [pack(batch) for batch in batches]
         with self.prepare() as kept, self.memory.recorded(graph):
             results = self.work(*own)
         return Recording(graph, own, results, kept)

@@ -17,7 +17,7 @@ import torch
 import stretto.step
 import stretto.train
 from stretto import checkpoint, graphs, runtime
-from stretto.batch import Batch, Counts, clone, copy_into, shape_of
+from stretto.batch import Batch, Counts, copy_into, pack, shape_of
 from stretto.buckets import to_bucket
 from stretto.config import Config, load_config
 from stretto.errors import ConfigError, NonFiniteError
@@ -412,7 +412,7 @@ def test_batches_of_one_shape(name: str) -> None:
         one, other = (to_bucket(batch.to(torch.device("cpu"))) for batch in (one, other))
     assert shape_of(one) == shape_of(other)
     assert name == "vit" or shape_of(one) != shape_of(make_batch(KINDS[name], "padded"))
-    own = clone(one)
+    own = pack(one)
     copy_into(own, other)
     for role in ("labels", "pixels"):
         mine, wanted, first = (getattr(batch, role) for batch in (own, other, one))

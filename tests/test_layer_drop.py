@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from stretto import checkpoint
-from stretto.batch import Batch, Counts, Depth, Part, Share, clone, copy_into, shape_of
+from stretto.batch import Batch, Counts, Depth, Part, Share, copy_into, pack, shape_of
 from stretto.config import FusedConfig, LayerDropConfig, ModelConfig, TechniquesConfig, build_config
 from stretto.errors import CheckpointError, ConfigError
 from stretto.flops import tokens_per_sample, training_flops
@@ -336,7 +336,7 @@ def test_a_recorded_step_is_told_apart_by_its_pattern() -> None:
     padded, _ = make_batches(KINDS["decoder"], "padded")
     first, second = sample(padded, 0, 0), sample(padded, 0, 1)
     assert shape_of(first) == shape_of(second)
-    own = clone(first)
+    own = pack(first)
     copy_into(own, second)
     a, b = (x.depths["decoder"].parts[3].subset for x in (own, second))
     assert a is not None and b is not None and torch.equal(a.tokens, b.tokens)
