@@ -170,13 +170,14 @@ def pack(batch: B, device: torch.device | None = None) -> B:
     buffer = torch.empty(starts[-1], dtype=torch.uint8, device=home, pin_memory=pin)
 
     def divide(buffer: Tensor) -> list[Tensor]:
+        # .data, since autograd takes a change of one view for a change of all.
         pairs = zip(starts, tensors, strict=False)
-        return [buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape) for at, tensor in pairs]
+        return [buffer[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape).data for at, tensor in pairs]
 
-    for view, tensor in zip(divide(buffer), tensors, strict=True):
-        view.copy_(tensor)
-    views = iter(divide(buffer.to(device, non_blocking=pin)))
-    packed: B = _map_tensors(batch, lambda _: next(views))
+    for part, tensor in zip(divide(buffer), tensors, strict=True):
+        part.copy_(tensor)
+    parts = iter(divide(buffer.to(device, non_blocking=pin)))
+    packed: B = _map_tensors(batch, lambda _: next(parts))
     return packed
 
 

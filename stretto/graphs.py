@@ -14,6 +14,7 @@ without graphs.
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections import Counter
@@ -72,7 +73,7 @@ class Memory:
         torch.cuda.synchronize()  # as the recording would: what it waits for is not its own time
         begin = time.perf_counter()
         # Other threads go on meanwhile: one brings the next batches to the device.
-        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+        with no_collection(), torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
             yield
         self.seconds += time.perf_counter() - begin
         if not self.exists:
@@ -86,6 +87,18 @@ class Memory:
             torch._C._cuda_beginAllocateCurrentStreamToPool(device, self.pool)  # counts as a user, until it is released
             torch._C._cuda_endAllocateToPool(device, self.pool)
         weakref.finalize(self, torch._C._cuda_releasePool, device, self.pool).atexit = False
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage waits: graphs of an earlier run may be in it, and to destroy one invalidates what is being recorded."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Recorder:

@@ -50,6 +50,8 @@ def test_a_packed_batch_is_the_same_batch(name: str, form: str) -> None:
         assert torch.equal(tensor, wanted[path]) and tensor.is_contiguous(), path
         assert tensor.data_ptr() % 64 == 0 or tensor.numel() == 0, path
     assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == 1
+    packed.labels.zero_()
+    assert all(tensor._version == (path == "labels.") for path, tensor in found.items()), "to autograd they are apart"
 
 
 def test_packed_batches_are_copied_at_once() -> None:

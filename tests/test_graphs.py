@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,30 @@ def test_many_shapes_share_the_same_memory(make_config: MakeConfig) -> None:
             reserved[name] = torch.cuda.max_memory_reserved()
     assert len(recorder.recordings) == len(batches) and losses["on"] == losses["off"]
     assert 2**30 < reserved["on"] <= 1.1 * reserved["off"], reserved
+
+
+@pytest.mark.gpu
+def test_garbage_waits_until_a_recording_is_over() -> None:
+    """A graph in it that were destroyed meanwhile would invalidate the recording."""
+    made: list[object] = []
+
+    def work(batch: Batch) -> tuple[torch.Tensor, ...]:
+        made.extend([] for _ in range(10 * gc.get_threshold()[0]))  # enough to start a collection
+        return (batch.labels + 1,)
+
+    def record(prepare: Callable[[], AbstractContextManager[object]]) -> graphs.Recorder:
+        recorder = graphs.Recorder(work, prepare, graphs.Memory())
+        for _ in range(graphs.TIMES):
+            recorder.run(Batch(torch.ones(4, device="cuda"), Counts(4, 4, 4, 4), ()))
+        return recorder
+
+    def lose() -> AbstractContextManager[object]:
+        ring: list[object] = [old.pop()]
+        ring.append(ring)
+        return nullcontext()
+
+    old = [record(nullcontext)]
+    assert record(lose).recordings and not old and gc.isenabled()
 
 
 def test_they_say_why_they_cannot_be_used(make_config: MakeConfig) -> None:
