@@ -55,8 +55,16 @@ class Run:
 
 def train(config: Config, resume: bool = False) -> Path:
     """Trains what the configuration says and returns the run folder."""
+    with runtime.start(config.run) as rt:
+        run_from_start_to_end(config, rt, resume)
+    return Path(config.run.dir)
+
+
+def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
+    """Nothing of it is left when the processes part. A model in DDP that were would be the last to hold their group,
+    and destroy it with the GIL in hand: that waits for threads of gloo's, and they may want the GIL."""
     folder = Path(config.run.dir)
-    with runtime.start(config.run) as rt, ExitStack() as cleanup:
+    with ExitStack() as cleanup:
         parallel.check_processes(config.parallel, rt.world)
         rt.sequence = config.parallel.sequence
         if rt.is_main:
@@ -76,7 +84,6 @@ def train(config: Config, resume: bool = False) -> Path:
         run_loop(run, report)
         if rt.is_main:
             report.say(f"report: {write_report(folder, rt.device)}")
-    return folder
 
 
 def build(config: Config, rt: Runtime) -> Trainable:

@@ -170,12 +170,13 @@ def test_the_command_itself_under_torchrun(runs: Path) -> None:
     options = [part for override in sets for part in ("--set", override)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "stretto", "train", "demo", *options],
+        [*command, "-m", "tests.distributed.command", "train", "demo", *options],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     assert list(losses(run)) == [1, 2, 3, 4, 5]
     assert (run / "report.html").exists() and done.stdout.count("step 5/5") == 1, "one process speaks"
+    assert done.stdout.count("models that hold the group: 0") == 2, done.stdout
 
 
 def test_the_loss_of_a_process_ends_the_other_with_a_clear_message(runs: Path) -> None:
