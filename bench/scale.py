@@ -1,7 +1,8 @@
 """Scale without the machines: one rank's real share of the work, and a model of the links, make the step of P ranks.
 
     python bench/scale.py                  the whole grid; needs a GPU to mean anything, a few minutes on one
-    python bench/scale.py --check 2 4      on CPUs: predictions against real processes with real collectives
+
+check_scale.py compares such predictions with real processes.
 
 Timed on this device, each shape once and then used for every method and link that needs it: a layer without attention
 (s / P tokens, or all tokens of 1 / P of its weights), attention in the parts in which a rank of the real thing does it
@@ -21,22 +22,20 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
 from stretto.attention import attend
-from stretto.batch import Counts, Layout, Sequences, dense_layout
+from stretto.batch import Counts, Sequences, dense_layout
 from stretto.bench import share
 from stretto.bench.contest import describe_run
 from stretto.bench.measure import Clock
@@ -45,20 +44,17 @@ from stretto.config import ModelConfig, build_config
 from stretto.costs import (
     NETWORK,
     NVLINK,
-    Link,
     Pass,
-    Traffic,
     classic_activation_bytes,
     compose_step,
     count_parameters,
-    exposed_seconds,
     find_obstacle,
     layer_traffic,
     rank_memory,
     sum_passes,
 )
 from stretto.flops import training_flops
-from stretto.layers import FusedBlock, FusedEmbedding, norm_parts
+from stretto.layers import FusedEmbedding, norm_parts
 from stretto.model import Embedding, build_norm
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.norm import norm
@@ -66,9 +62,9 @@ from stretto.optim import FlatAdamW
 from stretto.parallel.gather import Gather
 from stretto.parallel.partial import Scores, attend_part, backward_part, merge
 from stretto.parallel.reach import Reach
-from stretto.parallel.ring import Ring, wait
+from stretto.parallel.ring import Ring
 from stretto.parallel.sequence import Segment
-from stretto.parallel.ulysses import Ulysses, all_to_all
+from stretto.parallel.ulysses import Ulysses
 
 LINKS = (NVLINK, NETWORK)
 WAYS = {
@@ -508,128 +504,10 @@ def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-@dataclass(frozen=True)
-class MeasuredLink(Link):
-    """With a bandwidth and a latency for each kind of message."""
-
-    kinds: tuple[tuple[str, Link], ...] = ()
-
-    def seconds(self, messages: Any) -> float:
-        return sum(dict(self.kinds)[message.kind].seconds([message]) for message in messages)
-
-
-def measure_link(group: dist.ProcessGroup, ring: Ring) -> MeasuredLink:
-    """From a small and a large message of each kind, between all ranks at once."""
-    ranks = group.size()
-
-    def fit(kind: str, send: Callable[[Tensor], Any], sent: float, hops: int) -> Link:
-        """`sent`: how much of the tensor a rank sends."""
-        found = []
-        for values in (2**8, 2**20):
-            x = torch.zeros(ranks, values)
-            seconds = largest(statistics.median(wall(lambda x=x: send(x)) for _ in range(9)))
-            found.append((x.nbytes * sent, seconds))
-        (small, fast), (large, slow) = found
-        bandwidth = (large - small) / max(slow - fast, 1e-9)
-        return Link(kind, bandwidth, max(fast - small / bandwidth, 0.0) / hops)
-
-    c, hops = (ranks - 1) / ranks, ranks - 1
-    kinds = {
-        "all-gather": fit("all-gather", lambda x: share.gather_rows(x[:1], group), c, hops),
-        "reduce-scatter": fit("reduce-scatter", lambda x: share.sum_rows(x, group), c, hops),
-        "all-to-all": fit("all-to-all", lambda x: all_to_all(x, group), c, 1),
-        "send": fit("send", lambda x: wait(ring.pass_on(x)[1]), 1.0, 1),
-    }
-    return MeasuredLink("gloo", 0.0, 0.0, tuple(kinds.items()))
-
-
-def wall(call: Callable[[], Any]) -> float:
-    dist.barrier()
-    clock = Clock(torch.device("cpu"))
-    call()
-    clock.tick()
-    return clock.read()[0]
-
-
-def largest(seconds: float) -> float:
-    """Over ranks: all wait for the slowest."""
-    value = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)
-
-
-def check_rank(rank: int, ranks: int, folder: str) -> None:
-    """Times the parts of each method alone, then the method itself."""
-    torch.set_num_threads(1)
-    cpu = torch.device("cpu")
-    model = {"layers": 1, "width": 256, "heads": 8, "kv_heads": 4, "mlp_width": 256, "vocab": 64, "positions": "rotary"}
-    cfg, tokens = build_config({"model": model}).model, 1024
-    meter = Meter(cpu, replace(make_grid(cpu), most_flops=1e18, most_rows=2**20))
-    alone = {name: check_parts(meter, cfg, way, ranks, rank, tokens) for name, way in WAYS.items()}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{ranks}", rank=rank, world_size=ranks)
-    group = share.whole_group()
-    segment = share.take_part(cfg, WAYS["ring"], tokens, group, cpu).layout.segment
-    assert isinstance(segment, Segment) and isinstance(segment.own, Ring)
-    link, lines = measure_link(group, segment.own), []
-    for name, parts in alone.items():
-        way, method = WAYS[name], WAYS[name].method
-        block = share.build_block(cfg, way, group, cpu, torch.float32, recompute=True)
-        part = share.take_part(cfg, way, tokens, group, cpu)
-        angles = share.angles_of(cfg, part.positions)
-        x, branch = (torch.randn(tokens // ranks, cfg.width).requires_grad_() for _ in range(2))
-        traffic = layer_traffic(cfg, method, ranks, tokens, element=4, reduced=4, keep=method == "megatron")
-        work, hidden = sum_passes(parts).total, exposed_seconds(method, parts[1:], traffic, link).total
-        low, high = (largest(work + waits) for waits in (hidden, wait_for_all(traffic, link).total))
-        run = partial(run_pass, block, x, branch, part.layout, angles)
-        run()
-        real = largest(statistics.median(wall(run) for _ in range(5)))
-        right = low / 2 <= real <= 2 * high
-        lines.append([name, f"{1e3 * low:.1f}", f"{1e3 * high:.1f}", f"{1e3 * real:.1f}", "yes" if right else "NO"])
-    if rank == 0:
-        head = [f"{ranks} ranks", "predicted, all that can be is hidden", "nothing is hidden", "real, ms", "within 2x"]
-        text = "\n".join([line(head), line(["---"] + ["---:"] * 4), *map(line, lines)])
-        Path(folder, f"{ranks}.md").write_text(text)
-    dist.destroy_process_group()
-
-
-def run_pass(block: FusedBlock, x: Tensor, branch: Tensor, layout: Layout, angles: Any) -> None:
-    share.run_block(block, x, branch, layout, angles).sum().backward()
-
-
-def wait_for_all(traffic: Traffic, link: Link) -> Pass:
-    return Pass(link.seconds(traffic.forward), link.seconds(traffic.backward))
-
-
-def check_parts(meter: Meter, cfg: ModelConfig, way: Way, ranks: int, rank: int, tokens: int) -> list[Pass]:
-    """The rest of the layer, then this rank's own blocks of attention, timed on all ranks at about the same time."""
-    if way.method == "megatron":
-        heads, kv_heads = cfg.heads // ranks, (cfg.kv_heads or cfg.heads) // ranks
-        blocks = [meter.whole(tokens, heads, kv_heads, cfg.width // cfg.heads)]
-    else:
-        blocks = meter.blocks(cfg, way, ranks, rank, tokens)
-    rest = meter.rest(cfg, ranks if way.method == "megatron" else 1, tokens // ranks)
-    return [timed.seconds for timed in (rest, *blocks)]
-
-
-def check(ranks: Sequence[int]) -> bool:
-    from torch.multiprocessing.spawn import spawn
-
-    texts = []
-    for count in ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(check_rank, (count, folder), nprocs=count)
-            texts.append(Path(folder, f"{count}.md").read_text())
-        print(texts[-1], end="\n\n", flush=True)
-    return not any("NO" in text for text in texts)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/scale"), help="folder for scale.json, .md and .png")
-    parser.add_argument("--check", type=int, nargs="+", metavar="RANKS", help="compare with so many real processes")
     arguments = parser.parse_args()
-    if arguments.check:
-        sys.exit(0 if check(arguments.check) else 1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console, grid = Console(highlight=False), make_grid(device)
     facts = describe_run(device, REPEATS, [])
