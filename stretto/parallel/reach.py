@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,7 +96,7 @@ def reach_own(side: Side, causal: bool) -> Reach:
     tokens = side.cut.tokens(side.part)
     places[: len(tokens)] = _places(side.layout, tokens)
     rows, found = slice(0, side.cut.size), torch.from_numpy(places)
-    return _reach(lengths, lengths, rows, found, side.layout.dense, causal)
+    return Reach(*_count(lengths, lengths), rows, found, side.layout.dense, causal)
 
 
 def reach_others(queries: Side, keys: Side, visible: Bools, first_row: int, causal: bool, window: int = 0) -> Reach:
@@ -118,11 +117,12 @@ def reach_others(queries: Side, keys: Side, visible: Bools, first_row: int, caus
     tokens = np.concatenate(found)
     rows, places = keys.cut.row[tokens] - first_row, torch.from_numpy(_places(keys.layout, tokens))
     dense = queries.layout.dense and keys.layout.dense
-    return _reach(lengths, counts, _as_run(rows), places, dense, window > 0, window)
+    return Reach(*_count(lengths, counts), _as_run(rows), places, dense, window > 0, window)
 
 
-def _reach(queries: list[int], keys: list[int], *rest: Any) -> Reach:
-    return Reach(_ends(queries), _ends(keys), tuple(zip(queries, keys, strict=True)), *rest)
+def _count(queries: list[int], keys: list[int]) -> tuple[Tensor, Tensor, tuple[tuple[int, int], ...]]:
+    """Where groups end, and how long they are, given both lengths of each."""
+    return _ends(queries), _ends(keys), tuple(zip(queries, keys, strict=True))
 
 
 def _places(layout: Layout, tokens: Ints) -> Ints:
