@@ -160,8 +160,8 @@ class Batch:
 
 
 def pack(batch: B, device: torch.device | None = None) -> B:
-    """A copy, on another device or where it is, with all tensors in one buffer, which travels as one. A small copy
-    keeps a GPU waiting for ten microseconds, and where each block has sequences of its own there are 150 of them."""
+    """A copy, on another device or where it is, with all tensors in one buffer, which travels as one. Even a small copy
+    takes a GPU some microseconds, and where each block has sequences of its own there would be 150 of them."""
     tensors = _tensors(batch)
     home = tensors[0].device
     device = home if device is None else device
