@@ -4,17 +4,31 @@
 But a call by that way goes through torch's dispatcher and back to Python several times, which takes the host longer
 than the GPU takes for many of our kernels. So where nobody looks on, an `Op` calls the function for the device itself,
 inside an autograd.Function of the same formulas where a gradient is wanted.
+
+What torch.compile keeps on disk has the formulas of our gradients inside, but its key has only the names of our ops:
+after an upgrade, a compiled model would go on with the old ones. So the text of this package is made part of the key.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Body = Callable[..., Any]
+
+
+def hash_sources(folder: Path) -> str:
+    """Of all Python files in it."""
+    texts = (path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
+
+
+torch.compiler.config.cache_key_tag += f"stretto {hash_sources(Path(__file__).parent)}"
 
 
 def define(name: str, device: str | None = None, tags: Sequence[torch.Tag] = ()) -> Callable[[Body], Op]:

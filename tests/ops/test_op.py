@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import stretto.ops.op
 from stretto.ops.norm import _add_norm, norm
+from stretto.ops.op import hash_sources
 from tests.ops.checks import DEVICE, rand
 
 
@@ -64,3 +68,14 @@ def test_fake_tensors_need_no_kernel() -> None:
 def test_a_device_without_a_body_has_torch_to_look_for_one(calls: list[Any]) -> None:
     y = norm(torch.empty(6, 32, device="meta"), torch.empty(32, device="meta"), None, 1e-5, True)
     assert y.is_meta and y.shape == (6, 32) and calls
+
+
+def test_what_is_compiled_knows_the_formulas_it_has_inside(tmp_path: Path) -> None:
+    """torch finds compiled code by the names of ops: without a tag, an op with another gradient gets the old one."""
+    package = Path(stretto.ops.op.__file__).parent
+    assert f"stretto {hash_sources(package)}" in torch.compiler.config.cache_key_tag
+    shutil.copytree(package, tmp_path / "ops")
+    assert hash_sources(tmp_path / "ops") == hash_sources(package)
+    with (tmp_path / "ops" / "norm.py").open("a") as file:
+        file.write("# another formula\n")
+    assert hash_sources(tmp_path / "ops") != hash_sources(package)
