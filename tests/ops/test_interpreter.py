@@ -16,6 +16,7 @@ from tests.ops.checks import DEVICE
 
 FAMILIES = sorted(path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
 Done = subprocess.CompletedProcess[str]
+OLD = triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 
 def run(family: Path) -> Done:
@@ -36,6 +37,7 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[Done]]]:
 
 @pytest.mark.skipif(INTERPRET or DEVICE == "cuda", reason="the kernels run already")
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
+@pytest.mark.skipif(OLD, reason="the interpreter of Triton before 3.7 cannot loop over rows with today's numpy")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda path: path.stem.removeprefix("test_"))
 def test_kernels_in_the_interpreter(family: Path, runs: dict[Path, Future[Done]]) -> None:
     done = runs[family].result()
