@@ -182,7 +182,7 @@ def pack(batch: B, device: torch.device | None = None) -> B:
 
 
 def copy_into(target: B, source: B) -> None:
-    """Of the same shape; only tensors are copied, if both are packed by one copy."""
+    """Of the same shape; only tensors are copied: by one copy if both are packed, else one by one."""
     to, new = _tensors(target), _tensors(source)
     if (place := _find_place(to)) is not None and place == _find_place(new):
         to, new = [_buffer_of(to[0])], [_buffer_of(new[0])]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from traceback import clear_frames
 from types import FrameType
 from typing import Any
 
@@ -93,6 +94,8 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
         with _signals(runtime):
             yield runtime
     except BaseException as error:
+        if own_group:
+            clear_frames(error.__traceback__)  # they hold the model, which must not outlive the group: see train.py
         explained = explain(error, cfg.timeout_s)
         if explained is None:
             raise

@@ -61,8 +61,9 @@ def train(config: Config, resume: bool = False) -> Path:
 
 
 def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
-    """Nothing of it is left when the processes part. A model in DDP that were would be the last to hold their group,
-    and destroy it with the GIL in hand: that waits for threads of gloo's, and they may want the GIL."""
+    """Nothing of it is left when the processes part, not even in an error's frames (runtime.py). A model in DDP would
+    be the last to hold their group, and destroy it with the GIL in hand: that waits for threads of gloo's, and they may
+    want the GIL."""
     folder = Path(config.run.dir)
     with ExitStack() as cleanup:
         parallel.check_processes(config.parallel, rt.world)

@@ -193,8 +193,9 @@ def test_the_loss_of_a_process_ends_the_other_with_a_clear_message(runs: Path) -
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port()), "OMP_NUM_THREADS": "1"}
     first, second = (
         subprocess.Popen(
-            [sys.executable, "-m", "stretto", "train", "demo", *options],
-            env=os.environ | group | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "tests.distributed.command", "train", "demo", *options],
+            cwd=ROOT, env=os.environ | group | {"RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for rank in (0, 1)
     )  # fmt: skip
@@ -202,9 +203,10 @@ def test_the_loss_of_a_process_ends_the_other_with_a_clear_message(runs: Path) -
     while time.monotonic() < deadline and not ((run / "events.jsonl").exists() and losses(run)):
         time.sleep(0.1)
     second.kill()
-    _, message = first.communicate(timeout=60)
+    output, message = first.communicate(timeout=60)
     second.communicate()
     assert first.returncode == 7 and "stretto: another process was lost" in message, message
+    assert "models that hold the group: 0" in output, output
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_before_step_one(runs: Path) -> None:
