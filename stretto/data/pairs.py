@@ -105,9 +105,15 @@ class SizedPairs:
     def members(self, pairs: Int64s, batch: int) -> Int64s:
         return pairs[self._cuts[batch] : self._cuts[batch + 1]]
 
-    def sentences(self, pairs: Int64s) -> tuple[list[Int64s], list[Int64s]]:
-        """Sources and targets as they are stored: bos, ids, eos."""
-        return _read_sentences(self._source, pairs), _read_sentences(self._target, pairs)
+    def sources(self, pairs: Int64s) -> tuple[Int64s, Int64s]:
+        """What the encoder reads, all but bos, as one flat run; and the length of each sentence."""
+        lengths = self._source_lengths[pairs]
+        return self._source.read(self._source.starts[pairs] + 1, lengths), lengths
+
+    def targets(self, pairs: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+        """What the decoder reads, all but eos; what it has to predict, all but bos; and the length of each sentence."""
+        starts, lengths = self._target.starts[pairs], self._target_lengths[pairs]
+        return self._target.read(starts, lengths), self._target.read(starts + 1, lengths), lengths
 
     def _sort(self, pairs: Int64s) -> Int64s:
         return pairs[self._find_order(pairs)]
@@ -121,10 +127,6 @@ class SizedPairs:
 class Shuffled:
     pairs: Int64s  # in order of length
     batches: Int64s  # which batch comes when
-
-
-def _read_sentences(tokens: Tokens, pairs: Int64s) -> list[Int64s]:
-    return [tokens.ids[tokens.starts[i] : tokens.starts[i + 1]].astype(np.int64) for i in pairs]
 
 
 def mix_by_longest(sizes: Int64s) -> Int64s:
@@ -208,11 +210,8 @@ class PairData(Data):
         return shuffled
 
     def _batch(self, split: SizedPairs, pairs: Int64s) -> Batch:
-        sources, targets = split.sentences(pairs)  # each is bos, ids, eos
-        source = [sentence[1:] for sentence in sources]
-        target = [sentence[:-1] for sentence in targets]
-        labels = np.concatenate([sentence[1:] for sentence in targets])
-        source_lengths, target_lengths = _lengths(source), _lengths(target)
+        source, source_lengths = split.sources(pairs)
+        target, labels, target_lengths = split.targets(pairs)
         inputs, source_inputs = self._arrange(target, target_lengths), self._arrange(source, source_lengths)
         slots = inputs.ids.numel()
         num_labels = len(labels)
@@ -235,12 +234,8 @@ class PairData(Data):
             source=source_inputs,
         )
 
-    def _arrange(self, sentences: list[Int64s], lengths: Int64s) -> Sequences:
-        ids, longest = np.concatenate(sentences), int(lengths.max())
+    def _arrange(self, ids: Int64s, lengths: Int64s) -> Sequences:
+        longest = int(lengths.max())
         if self._cfg.layout == "padded":
             return pad(ids, lengths, longest, self.tokenizer.pad)
         return pack(ids, lengths, max_len=-(-longest // 8) * 8)  # a multiple of 8: fewer shapes to compile
-
-
-def _lengths(sentences: list[Int64s]) -> Int64s:
-    return np.array([len(sentence) for sentence in sentences], np.int64)

@@ -7,6 +7,7 @@ another number of processes, or a thread that reads ahead all see the same strea
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from enum import IntEnum
 
@@ -52,6 +53,16 @@ def random_stream(seed: int, purpose: Purpose, number: int = 0) -> np.random.Gen
     """A generator keyed by its arguments. Philox takes a 128-bit key, so different arguments never collide."""
     key = ((seed % 2**64) << 64) | (purpose << 56) | number
     return np.random.Generator(np.random.Philox(key=key))
+
+
+def random_rows(seed: int, purpose: Purpose, first: int, shape: tuple[int, int, int]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) for shape[0] positions from `first` on. What a position gets depends on nothing but itself:
+    Philox counts, so the one stream of all positions can be entered anywhere."""
+    rows, *of_each = shape
+    counts = -(-math.prod(of_each) // 4)  # each count gives four numbers
+    stream = random_stream(seed, purpose)
+    stream.bit_generator.advance(first * counts)  # type: ignore[attr-defined]
+    return stream.random((rows, 4 * counts))[:, : math.prod(of_each)].reshape(shape)
 
 
 class EpochOrder:

@@ -20,7 +20,7 @@ from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
 from stretto.config import DataConfig
 from stretto.data.documents import Documents, open_documents
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
-from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
+from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
 from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
@@ -79,8 +79,8 @@ class TextData(Data):
         self._order = EpochOrder(seed, self.num_train)
         if cfg.task == "masked":
             special = tokenizer.special_ids | {tokenizer.bos, tokenizer.eos, tokenizer.mask}
-            self._special = np.array(sorted(special))
-            self._ordinary = np.setdiff1d(np.arange(tokenizer.size), self._special)
+            self._is_special = np.isin(np.arange(tokenizer.size), sorted(special))
+            self._ordinary = np.flatnonzero(~self._is_special)
 
     def _count_windows(self, key: str, tokens: Tokens) -> int:
         count = (len(tokens.ids) - 1) // self._cfg.seq_len
@@ -93,11 +93,11 @@ class TextData(Data):
 
     def train_batch(self, index: int) -> Batch:
         positions = batch_positions(index, self._cfg.batch_size)
-        return self._batch(self._train, self._order.samples(positions), Purpose.MASK, positions)
+        return self._batch(self._train, self._order.samples(positions), Purpose.MASK, positions.start)
 
     def eval_batch(self, index: int) -> Batch:
         windows = [w for w in batch_positions(index, self._cfg.batch_size) if w < self._num_eval]
-        return self._batch(self._held_out, windows, Purpose.EVAL_MASK, windows)
+        return self._batch(self._held_out, windows, Purpose.EVAL_MASK, windows[0])
 
     def describe(self) -> str:
         train, held_out = self._train, self._held_out
@@ -107,22 +107,17 @@ class TextData(Data):
             f"{held_out.num_documents:,} documents, {self._num_eval:,} windows"
         )
 
-    def _batch(self, tokens: Tokens, windows: Sequence[int], purpose: Purpose, mask_keys: Sequence[int]) -> Batch:
-        """`mask_keys` number the random streams of masking, one per window."""
+    def _batch(self, tokens: Tokens, windows: Sequence[int], purpose: Purpose, position: int) -> Batch:
+        """`position`: of the first window in its stream, by which masks are drawn."""
         length = self._cfg.seq_len
-        rows = np.stack([tokens.ids[w * length : (w + 1) * length + 1] for w in windows]).astype(np.int64)
+        rows = tokens.ids[np.array(windows)[:, None] * length + np.arange(length + 1)].astype(np.int64)
         begins = self._find_begins(tokens, windows)
         ids = rows[:, :-1]
         if self._cfg.task == "causal":
             labels, label_at = np.where(begins[:, 1:], IGNORE, rows[:, 1:]).reshape(-1), None
         else:
-            masked = [
-                self._mask(row, random_stream(self._seed, purpose, key))
-                for row, key in zip(ids, mask_keys, strict=True)
-            ]
-            label_at = np.concatenate([at + i * length for i, (_, at) in enumerate(masked)])
-            labels = ids.reshape(-1)[label_at]
-            ids = np.stack([row for row, _ in masked])
+            random = random_rows(self._seed, purpose, position, (len(windows), 3, length))
+            ids, labels, label_at = self._mask(ids, random)
         begins[:, 0] = True
         lengths = np.diff(np.flatnonzero(begins[:, :-1]), append=ids.size)
         return self._arrange(ids.reshape(-1), lengths, labels, label_at, windows)
@@ -137,19 +132,22 @@ class TextData(Data):
                 row[tokens.starts[low:high] - window * length] = True
         return begins
 
-    def _mask(self, ids: Int64s, random: np.random.Generator) -> tuple[Int64s, Int64s]:
-        """What the model reads instead of `ids`, and the positions it has to predict.
+    def _mask(self, ids: Int64s, random: npt.NDArray[np.float64]) -> tuple[Int64s, Int64s, Int64s]:
+        """What the model reads instead of `ids` [windows, L], what it has to predict, and where in the flat `ids` that
+        is. In each window these are the places that draw the lowest numbers.
 
-        As BERT does: of those positions 80% read <mask>, 10% any ordinary token, 10% what is there.
+        As BERT does: of them 80% read <mask>, 10% any ordinary token, 10% what is there.
         """
-        candidates = np.flatnonzero(~np.isin(ids, self._special))
-        count = min(max(round(self._cfg.mask_share * len(ids)), 1), len(candidates))
-        at = np.sort(random.choice(candidates, count, replace=False))
-        dice = random.random(count)
-        replaced = np.where(dice < 0.8, self.tokenizer.mask, random.choice(self._ordinary, count))
+        draws = np.where(self._is_special[ids], 1.0, random[:, 0])
+        count = max(round(self._cfg.mask_share * ids.shape[1]), 1)
+        highest = np.partition(draws, count - 1, axis=1)[:, [count - 1]]
+        at = np.flatnonzero((draws <= highest) & (draws < 1.0))
+        dice, other = (numbers.reshape(-1)[at] for numbers in (random[:, 1], random[:, 2]))
+        labels = ids.reshape(-1)[at]
+        any_token = self._ordinary[(other * len(self._ordinary)).astype(np.int64)]
         read = ids.copy()
-        read[at] = np.where(dice < 0.9, replaced, ids[at])
-        return read, at
+        read.reshape(-1)[at] = np.select([dice < 0.8, dice < 0.9], [self.tokenizer.mask, any_token], labels)
+        return read, labels, at
 
     def _arrange(
         self, ids: Int64s, lengths: Int64s, labels: Int64s, label_at: Int64s | None, windows: Sequence[int]

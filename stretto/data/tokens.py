@@ -25,6 +25,8 @@ import numpy.typing as npt
 
 from stretto.data.documents import Documents
 from stretto.data.files import replacing
+from stretto.data.packing import count_positions
+from stretto.data.stream import Int64s
 from stretto.data.tokenizer import Tokenizer
 from stretto.errors import DataError
 
@@ -46,6 +48,12 @@ class Tokens:
     @property
     def num_documents(self) -> int:
         return len(self.starts) - 1
+
+    def read(self, starts: Int64s, lengths: Int64s) -> Int64s:
+        """Stretches from anywhere, one after another. All at once: a loop over the sentences of a batch takes about as
+        long as a GPU needs to learn from them."""
+        ids: Int64s = self.ids[np.repeat(starts, lengths) + count_positions(lengths)].astype(np.int64)
+        return ids
 
 
 def open_tokens(documents: Documents, tokenizer: Tokenizer, store: Path) -> Tokens:

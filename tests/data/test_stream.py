@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stretto.data import Data
-from stretto.data.stream import EpochOrder, Purpose, count_held_out, random_stream
+from stretto.data.stream import EpochOrder, Purpose, count_held_out, random_rows, random_stream
 from tests.data.corpora import Opener, same
 
 
@@ -88,6 +88,17 @@ def test_micro_batch_larger_than_an_epoch() -> None:
 def test_random_streams_differ_by_every_argument() -> None:
     keys = [(s, p, n) for s in (0, 1, -1) for p in Purpose for n in (0, 1, 2**40)]
     assert len({random_stream(*key).integers(2**62) for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("shape", [(9, 3, 5), (9, 1, 1), (9, 2, 4)])
+def test_random_rows_depend_on_their_position_alone(shape: tuple[int, int, int]) -> None:
+    rows = random_rows(1, Purpose.MASK, 0, shape)
+    assert rows.shape == shape and rows.min() >= 0 and rows.max() < 1
+    assert len(np.unique(rows)) == rows.size, "no number comes twice"
+    for first in range(8):
+        assert np.array_equal(random_rows(1, Purpose.MASK, first, (2, *shape[1:])), rows[first : first + 2])
+    for seed, purpose in ((2, Purpose.MASK), (1, Purpose.EVAL_MASK)):
+        assert not np.isin(random_rows(seed, purpose, 0, shape), rows).any()
 
 
 @pytest.mark.parametrize(("total", "share", "expected"), [(100, 0.02, 2), (10, 0.01, 1), (10, 0.99, 9), (2, 0.5, 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,7 +159,7 @@ def masked(opened: Opener, corpus: Path, **settings: Any) -> Any:
 def test_masking_statistics(opened: Opener, corpus: Path) -> None:
     data = masked(opened, corpus, join_documents=True, mask_share=0.25)
     plain = opened(train=str(corpus), eval=str(corpus), seq_len=64, batch_size=4, join_documents=True)
-    kinds = {"mask": 0, "random": 0, "kept": 0}
+    kinds, places, others = {"mask": 0, "random": 0, "kept": 0}, np.zeros(64), set()
     for i in range(120):
         batch, original = data.train_batch(i), plain.train_batch(i)
         assert batch.samples == original.samples
@@ -169,6 +170,8 @@ def test_masking_statistics(opened: Opener, corpus: Path) -> None:
         elsewhere = torch.ones(len(read), dtype=torch.bool).index_fill(0, batch.label_at, False)
         assert torch.equal(read[elsewhere], truth[elsewhere])
         assert not any(label in T.special_ids for label in batch.labels.tolist())
+        np.add.at(places, batch.label_at.numpy() % 64, 1)
+        others |= set(read[batch.label_at].tolist())
         for was, now in zip(batch.labels.tolist(), read[batch.label_at].tolist(), strict=True):
             kinds["mask" if now == T.mask else "kept" if now == was else "random"] += 1
             assert now == T.mask or now < 256
@@ -176,6 +179,8 @@ def test_masking_statistics(opened: Opener, corpus: Path) -> None:
     assert kinds["mask"] / total == pytest.approx(0.8, abs=0.02)
     assert kinds["random"] / total == pytest.approx(0.1, abs=0.015)
     assert kinds["kept"] / total == pytest.approx(0.1, abs=0.015)
+    assert places / 480 == pytest.approx(np.full(64, 0.25), abs=0.09), "every place, with the same chance"
+    assert len(others) > 230, "nearly all of 256 bytes, also those that no text has"
 
 
 def test_each_epoch_masks_differently(opened: Opener, corpus: Path) -> None:
