@@ -112,6 +112,19 @@ def test_read_image(folder: Path) -> None:
         read_image(folder / "dog" / "notes.txt", 16)
 
 
+def test_threads_put_each_image_in_its_place(opened: Opener, tmp_path: Path) -> None:
+    (tmp_path / "only").mkdir()
+    for i in range(50):
+        size = (10 + 37 * i % 50, 12)  # some take longer than others
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (*size, 3), np.uint8)).save(
+            tmp_path / f"only/{i:02d}.png"
+        )
+    batch = open_images(opened, tmp_path, batch_size=40, held_out=0.1).train_batch(0)
+    expected = torch.stack([read_image(tmp_path / f"only/{sample:02d}.png", 8) for sample in batch.samples])
+    assert batch.pixels is not None
+    assert torch.equal(batch.pixels, expected)
+
+
 def test_damaged_image(opened: Opener, folder: Path) -> None:
     for path in (folder / "cat").iterdir():
         path.write_bytes(path.read_bytes()[:40])
