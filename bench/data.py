@@ -3,7 +3,8 @@
     python bench/data.py masked-lm
     python bench/data.py translation --set data.train=DATA/train --set data.eval=DATA/val
 
-As in training with CUDA graphs, by one thread: read, masked, packed and rounded to few shapes; not yet on the device.
+As in training with CUDA graphs, by one thread (images: on all cores): read, masked, packed and rounded to few shapes;
+not yet on the device.
 The first batch is not counted, nor is what comes before it, such as tokenising.
 """
 

@@ -123,6 +123,7 @@ def read_image(path: Path, image_size: int) -> Tensor:
 
 
 def _read_into(pixels: npt.NDArray[np.float32], path: Path) -> None:
+    """Fills `pixels` [3, height, width] with an image file, at that size."""
     from PIL import Image
 
     _, height, width = pixels.shape
