@@ -19,8 +19,7 @@ from stretto.attention import attend
 from stretto.batch import dense_layout
 from stretto.hf.call import current_call
 from stretto.hf.packing import Packing
-
-NAME = "stretto"
+from stretto.hf.roles import NAME
 
 
 def register() -> None:
@@ -75,7 +74,9 @@ def _let_go(value: Tensor, key: Tensor) -> Tensor:
 
 def build_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if not torch.compiler.is_compiling():
-        call = current_call()
+        call, window = current_call(), kwargs.get("local_size")
+        if call is not None and call.stack is not None and isinstance(window, int):
+            call.stack.windows.add(window)
         if call is not None and call.own is not None:
             return None
         # Without padding everybody sees everybody. While a graph is recorded, transformers 5.17 would not skip it.

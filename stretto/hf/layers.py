@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from transformers.pytorch_utils import Conv1D
 
 from stretto.hf.call import current_call
 from stretto.hf.pending import Pending, compute, deferring, is_deferring
@@ -48,26 +47,48 @@ class Parts:
     activation: str | None = None  # a kind of ops/activation.py
     inner_dropout: bool = False  # whether the dropout stands between the two products
     defers: bool = False  # whether the bias of its last product is left to what follows
+    children: tuple[tuple[str, Any, str | None], ...] = ()  # all that it uses, as `describe_child` has them
+
+
+def describe_child(module: nn.Module, name: str) -> tuple[str, Any, str | None]:
+    """Name, class and, of what has no parameters, options: a child of another description is another function."""
+    child = module._modules[name]
+    assert child is not None
+    return name, type(child), None if isinstance(child, nn.Dropout) or child._parameters else child.extra_repr()
+
+
+def is_touched(module: nn.Module) -> bool:
+    """Whether others look at its calls, or have put their own function in the place of `forward`: hooks of the user, of
+    FSDP, of Accelerate's offloading. They must find the module called as it always was."""
+    own = module.__dict__
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return bool(hooks) or "forward" in own
 
 
 class Fused(nn.Module):
     """A module whose parts have been found."""
 
     parts: Parts
+    takes = 1  # arguments; with more of them, or with names, it is another function
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.run_fused(*inputs) if self.is_intact() else super().forward(*inputs)
+    def forward(self, *inputs: Tensor, **named: Any) -> Tensor:
+        if named or len(inputs) != self.takes or not self.is_intact():
+            plain: Tensor = super().forward(*inputs, **named)
+            return plain
+        return self.run_fused(*inputs)
 
     def run_fused(self, *inputs: Tensor) -> Tensor:
         raise TypeError("Fused is abstract: roles.py knows its kinds")
 
     def is_intact(self) -> bool:
-        """Whether its linear layers are still plain ones: adapters take their place, or hook into them."""
-        dense = [self.child(name) for name in self.parts.linears]
-        return all(
-            type(child) in (nn.Linear, Conv1D) and not child._forward_hooks and not child._forward_pre_hooks
-            for child in dense
-        )
+        """Whether its children are what they were: adapters take their place, or hook into them."""
+        for name, kind, options in self.parts.children:
+            child: Any = self._modules.get(name)
+            if type(child) is not kind or is_touched(child):
+                return False
+            if options is not None and child.extra_repr() != options:
+                return False
+        return True
 
     def child(self, name: str) -> Any:
         return getattr(self, name)
@@ -82,8 +103,12 @@ class Fused(nn.Module):
 
 class FusedNorm(Fused):
     def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        weight: Tensor = self.child("weight")
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
+            plain: Tensor = super(Fused, self).forward(compute(x))  # some round to their weight's precision
+            return plain
         if isinstance(x, Pending):
-            same = norm_dtype(x.dtype, self.child("weight")) == x.dtype
+            same = norm_dtype(x.dtype, weight) == x.dtype
             y = x.normalise(partial(add_normalised, self)) if same else None
             if y is not None:
                 return y
@@ -94,13 +119,13 @@ class FusedNorm(Fused):
 class FusedDense(Fused):
     def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y = expand(x.flatten(0, -2), self.child(self.parts.linears[0]), self.parts.activation)
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class FusedTransform(Fused):
     def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y = expand(x.flatten(0, -2), self.child(self.parts.linears[0]), self.parts.activation)
-        return normalise(y, self.child(self.parts.norm or "")).view(*x.shape[:-1], -1)
+        return normalise(y, self.child(self.parts.norm or "")).view(*x.shape[:-1], y.shape[-1])
 
 
 class FusedMLP(Fused):
@@ -110,7 +135,8 @@ class FusedMLP(Fused):
         assert self.parts.activation is not None
         later = self.parts.defers and is_deferring()
         weights = weight_of(up), up.bias, weight_of(down), None if later else down.bias
-        y = mlp(x.flatten(0, -2), *weights, self.parts.activation, p, key, recompute=False).view(*x.shape[:-1], -1)
+        y = mlp(x.flatten(0, -2), *weights, self.parts.activation, p, key, recompute=False)
+        y = y.view(*x.shape[:-1], y.shape[-1])
         y = Pending(self, y, down.bias) if later else y
         return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
 
@@ -122,7 +148,8 @@ class FusedGatedMLP(Fused):
         h = linears(x.flatten(0, -2), [weight_of(gate), weight_of(up)])
         assert self.parts.activation is not None
         drop = self.draw(x) if self.parts.inner_dropout else (0.0, None)
-        y = activate_linear(h, biases, weight_of(down), self.parts.activation, *drop).view(*x.shape[:-1], -1)
+        y = activate_linear(h, biases, weight_of(down), self.parts.activation, *drop)
+        y = y.view(*x.shape[:-1], y.shape[-1])
         if self.parts.defers and is_deferring():
             y = Pending(self, y, down.bias)
         elif down.bias is not None:
@@ -131,6 +158,8 @@ class FusedGatedMLP(Fused):
 
 
 class FusedResidualNorm(Fused):
+    takes = 2
+
     def run_fused(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         dense, norm_module = self.child(self.parts.linears[0]), self.child(self.parts.norm or "")
         stream = residual.flatten(0, -2)
@@ -141,8 +170,13 @@ class FusedResidualNorm(Fused):
 
 
 class FusedLayer(nn.Module):
+    stretto_inside: tuple[nn.Module, ...]  # all modules in it
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        if any(map(is_touched, self.stretto_inside)):  # what others look at is a tensor, and has a history
+            args, kwargs = tree_map_only(Pending, compute, (args, kwargs))
             return super().forward(*args, **kwargs)
         with deferring():
             out = super().forward(*args, **kwargs)
@@ -154,7 +188,7 @@ class FusedLayer(nn.Module):
 def hands_on(layer: nn.Module) -> bool:
     """Whether the next layer of the stack is what reads its result, and nobody else."""
     call = current_call()
-    return call is not None and layer in call.chain and not layer._forward_hooks and "forward" not in vars(layer)
+    return call is not None and layer in call.chain and not is_touched(layer)
 
 
 class FusedLinear(nn.Module):
@@ -166,7 +200,8 @@ class FusedLinear(nn.Module):
             plain: Tensor = super().forward(x)
             return plain
         x = compute(x)
-        return Pending(self, linear(x.flatten(0, -2), weight_of(self)).view(*x.shape[:-1], -1), self.bias)
+        y = linear(x.flatten(0, -2), weight_of(self))
+        return Pending(self, y.view(*x.shape[:-1], y.shape[-1]), self.bias)
 
 
 class FusedActivation(nn.Module):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 
 from stretto.batch import IGNORE
 from stretto.hf.call import Call, current_call, set_call
-from stretto.hf.layers import Parts
+from stretto.hf.layers import Parts, is_touched
 from stretto.hf.lazy import Lazy
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.language import product_dtype
 
-_GRAD_FN: Any = Tensor.grad_fn
+_HISTORY: list[Any] = [Tensor.grad_fn, Tensor.requires_grad]
+_computed: ContextVar[list[bool] | None] = ContextVar("stretto_computed", default=None)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Recipe:
 
 
 class Logits(Lazy):
-    known = Lazy.known | {_GRAD_FN.__get__}  # None: there is no history yet, and DistributedDataParallel asks for it
+    known = Lazy.known | {p.__get__ for p in _HISTORY}  # there is none yet, and wrappers for many GPUs ask for it
     recipe: Recipe
 
     @staticmethod
@@ -134,8 +136,10 @@ class Logits(Lazy):
         return linear_cross_entropy(x, weight, bias, labels, smoothing, ignore=ignore)
 
     def compute(self) -> Tensor:
-        recipe = self.recipe
+        recipe, noted = self.recipe, _computed.get()
         if not recipe.made:
+            if noted is not None:
+                noted.append(True)
             if [parameter._version for parameter in recipe.head.parameters()] != recipe.versions:
                 raise RuntimeError(
                     "the logits of an accelerated model are computed when they are used, and its weights have changed "
@@ -146,6 +150,17 @@ class Logits(Lazy):
                 logits = recipe.plain(recipe.hidden)
                 recipe.made.append((logits if recipe.bias is None else logits + recipe.bias).to(self.dtype))
         return recipe.made[0].view(self.shape)
+
+
+@contextmanager
+def note_computed() -> Iterator[list[bool]]:
+    """An entry for each time that logits had to be computed."""
+    found: list[bool] = []
+    before = _computed.set(found)
+    try:
+        yield found
+    finally:
+        _computed.reset(before)
 
 
 @contextmanager
@@ -165,7 +180,7 @@ class LazyHead(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         plain, call = super().forward, None if torch.compiler.is_compiling() else current_call()
-        if call is None or not call.lazy or args or kwargs:
+        if call is None or not call.lazy or args or kwargs or not self._may_wait(call):
             return plain(hidden, *args, **kwargs)
         shape = torch.Size([*hidden.shape[:-1], len(self.get_submodule(self.parts.linears[0]).weight)])  # type: ignore
         device = hidden.device.type
@@ -173,3 +188,17 @@ class LazyHead(nn.Module):
         versions = [parameter._version for parameter in self.parameters()]
         recipe = Recipe(self, plain, hidden.flatten(0, -2), versions, autocast)
         return Logits(recipe, shape, product_dtype(hidden))
+
+    def _may_wait(self, call: Call) -> bool:
+        """Nobody looks at the output layer's call, and its weights stay: FSDP may take them away behind the model."""
+        while call.outer is not None and call.outer.model is not None:
+            call = call.outer
+        return not any(map(is_touched, self.modules())) and not (call.model is not None and _lets_go(call.model))
+
+
+def _lets_go(model: nn.Module) -> bool:
+    """Whether FSDP shards the model's own weights again at the end of its forward pass."""
+    if not hasattr(model, "_get_fsdp_state"):
+        return False
+    group = getattr(model._get_fsdp_state(), "_fsdp_param_group", None)  # type: ignore[operator]
+    return group is not None and getattr(group, "post_forward_mesh_info", group) is not None

@@ -21,9 +21,8 @@ compiler.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -34,10 +33,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE, Layout, dense_layout
-from stretto.hf.call import NOTHING, Call, Facts, Known, current_call, known_batch, set_call
+from stretto.hf.call import NOTHING, UNTRIED, Call, Facts, Known, Tried, current_call, known_batch, set_call
+from stretto.hf.layers import is_touched
 from stretto.hf.roles import Stack, is_ours
 
-MASKS = ("attention_mask", "decoder_attention_mask")
+MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # and what they are masks of
+HANDED_ON = {  # what a model around layers may be given: they get it packed, or never
+    "input_ids", "inputs_embeds", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask",
+    "token_type_ids", "labels",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +58,8 @@ class Packing:
 
     def pack(self, x: Tensor) -> Tensor:
         """[N, S, ...], or [1, S, ...] for all rows alike, to [1, T, ...]."""
+        if x.shape[1] != self.length or x.shape[0] not in (1, self.rows):
+            raise ValueError(f"{list(x.shape)} is not of [{self.rows}, {self.length}] tokens")
         x = x.expand(self.rows, *x.shape[1:]).flatten(0, 1)
         return (x if self.index is None else x[self.index])[None]
 
@@ -89,15 +95,20 @@ def replace_argument(
     return args, kwargs | {name: value}
 
 
+@dataclass(eq=False)
+class Seat:
+    """What accelerate has decided for one model, which may be a part of another."""
+
+    unpad: bool
+    loss: bool
+    packed: bool
+    stack: Stack | None = None  # of layers that can run without padding
+    layers: nn.ModuleList | None = None  # of which each but the last hands its result to the next one alone
+    tried: Tried = UNTRIED
+
+
 def enter(
-    model: PreTrainedModel,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    stack: Stack | None,
-    chain: tuple[nn.Module, ...],
-    unpad: bool,
-    loss: bool,
-    packed: bool,
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], seat: Seat
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward pre-hook of every PreTrainedModel in an accelerated model. The outermost one knows the labels, and what
     has to be returned; the one that owns a stack of layers decides about its packing."""
@@ -105,7 +116,9 @@ def enter(
         return None
     given, outer, names = given_arguments(model, args, kwargs), current_call(), argument_names(model)
     labels = given.get("labels")
-    known = known_batch.get() or (get_to_know(given, names) if unpad and labels is not None else NOTHING)
+    known = known_batch.get() or (
+        get_to_know(given, names, pad_id(model)) if seat.unpad and labels is not None else NOTHING
+    )
     call = Call(
         model,
         outer,
@@ -113,20 +126,58 @@ def enter(
         known=known if outer is None or labels is not None else outer.known,
         rectangle=(outer is not None and outer.rectangle)
         or _wants(model, given, "output_hidden_states")
-        or "start_positions" in names  # the probability of a position is compared with that of padding
-        or (unpad and known.labels_on_padding),
+        or (seat.unpad and known.labels_on_padding),
         lazy=(outer is not None and outer.lazy)
-        or (loss and labels is not None and model.training and torch.is_grad_enabled()),
+        or (seat.loss and labels is not None and model.training and torch.is_grad_enabled()),
     )
-    if chain and not _is_recomputed(model, chain[0]) and not _wants(model, given, "output_hidden_states"):
-        call.chain = chain
+    _look_outside(call, seat, given)
+    if seat.layers is not None and not _wants(model, given, "output_hidden_states"):
+        layers = tuple(seat.layers)
+        call.chain = () if _is_recomputed(model, layers[0]) or any(map(is_touched, layers)) else layers[:-1]
     set_call(call)
     if "use_cache" in names and model.training and given.get("use_cache") is None:
         args, kwargs = replace_argument(model, args, kwargs, "use_cache", False)  # nobody reads a cache while training
         given["use_cache"] = False
-    if stack is not None:
-        _decide(call, stack, given, unpad and not call.rectangle, packed)
+    if seat.stack is not None and seat.stack.is_whole():
+        _decide(call, seat.stack, given, seat.unpad and not call.rectangle, seat.packed)
     return args, kwargs
+
+
+def _look_outside(call: Call, seat: Seat, given: dict[str, Any]) -> None:
+    """What the outermost model was given, and whether it was tried with that."""
+    outer = call.outer
+    if outer is not None and outer.model is not None:
+        call.trial, call.tried, call.given, call.ids = outer.trial, outer.tried, outer.given, outer.ids
+        return
+    call.trial, call.tried, call.ids = outer is not None and outer.trial, seat.tried, given.get("input_ids")
+    call.given = frozenset(name for name, value in given.items() if value is not None)
+    if not call.trial and not is_familiar(call.model, given, seat.tried):  # type: ignore[arg-type]
+        call.rectangle = True
+
+
+def is_familiar(model: PreTrainedModel, given: Mapping[str, Any], tried: Tried) -> bool:
+    """Whether a model was tried with arguments of these names, for each token a value, and with such labels."""
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    shape = tokens.shape[:2] if isinstance(tokens, Tensor) else None
+    labels = given.get("labels")
+    if isinstance(labels, Tensor) and kind_of_labels(labels) != tried.labels:
+        return False
+    strange = [name for name, value in given.items() if name not in tried.names and isinstance(value, Tensor)]
+    if any(given[name].ndim > 1 and given[name].shape[:2] == shape for name in strange):
+        return False
+    return wanted_outputs(model, given) == tried.options
+
+
+def kind_of_labels(labels: Tensor) -> str:
+    """In the words of draw.py. What a row is compared with, a class or numbers, does not matter here."""
+    return "tokens" if labels.ndim > 1 and not labels.is_floating_point() else "rows"
+
+
+def wanted_outputs(model: PreTrainedModel, given: Mapping[str, Any]) -> frozenset[str]:
+    """What else than its usual result a model is asked for, by its arguments or its configuration."""
+    names = (name for name in (*vars(model.config), *given) if name.startswith("output_"))
+    return frozenset(name for name in (*names, "output_attentions") if _wants(model, given, name))
 
 
 def leave(model: nn.Module, args: Any, output: Any) -> None:
@@ -138,7 +189,7 @@ def leave(model: nn.Module, args: Any, output: Any) -> None:
         set_call(call.outer)
 
 
-def _wants(model: PreTrainedModel, given: dict[str, Any], name: str) -> bool:
+def _wants(model: PreTrainedModel, given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name)
     return bool(getattr(model.config, name, False) if value is None else value)
 
@@ -148,21 +199,29 @@ def _is_recomputed(model: PreTrainedModel, layer: nn.Module) -> bool:
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in (model, layer))
 
 
-def get_to_know(given: Mapping[str, Any], names: Sequence[str]) -> Known:
-    """A batch with labels, for a model that takes arguments of these names. The host waits for the device once."""
+def pad_id(model: PreTrainedModel) -> int | None:
+    found = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return found if isinstance(found, int) else None
+
+
+def get_to_know(given: Mapping[str, Any], names: Sequence[str], pad: int | None) -> Known:
+    """A batch with labels, for a model that takes arguments of these names and knows padding by the id `pad`. The host
+    waits for the device once."""
     labels = given.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return NOTHING
     named = {name: given.get(name) for name in MASKS}
-    masks = [mask for mask in named.values() if isinstance(mask, Tensor) and mask.device == labels.device]
-    masks = [mask for mask in masks if mask.ndim == 2 and mask.numel()]
+    masks = {name: mask for name, mask in named.items() if isinstance(mask, Tensor) and mask.device == labels.device}
+    masks = {name: mask for name, mask in masks.items() if mask.ndim == 2 and mask.numel()}
     mask = named["decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"]
-    numbers = [_measure(mask) for mask in masks]
+    numbers = [_measure(mask, given.get(MASKS[name]), pad) for name, mask in masks.items()]
     numbers.append(torch.stack([(labels != IGNORE).sum(), has_labels_on_padding(labels, mask).long()]))
     read = iter(torch.cat(numbers).tolist())
-    facts = [_judge(mask, read) for mask in masks]
+    facts = [_judge(mask, read) for mask in masks.values()]
+    if len(facts) == len(MASKS) and given.get("decoder_input_ids") is None:
+        facts[-1] = replace(facts[-1], ids="other")  # the model makes them of the labels, one place further on
     count, on_padding = read
-    return Known(tuple(zip(masks, facts, strict=True)), count, labels.numel(), bool(on_padding))
+    return Known(tuple(zip(masks.values(), facts, strict=True)), count, labels.numel(), bool(on_padding))
 
 
 def has_labels_on_padding(labels: Tensor, mask: Any) -> Tensor:
@@ -173,23 +232,32 @@ def has_labels_on_padding(labels: Tensor, mask: Any) -> Tensor:
     return (labelled & padding).any() | shifted.any()
 
 
-def _measure(mask: Tensor) -> Tensor:
-    """int64 [6]: its largest value, tokens, longest row, shortest row, first tokens, most pieces in a row."""
+def _measure(mask: Tensor, ids: Any, pad: int | None) -> Tensor:
+    """int64 [8]: its largest value, tokens, longest row, shortest row, rows without their first token, rows without
+    their last one, most pieces in a row, and how many ids at padding are not `pad` (-1: there are no ids)."""
     kept = mask != 0
     lengths = kept.sum(1)
     pieces = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
-    first = kept[:, 0].sum()
-    return torch.stack([mask.max().long(), lengths.sum(), lengths.max(), lengths.min(), first, pieces.max()])
+    filled = lengths > 0
+    headless, tailless = (filled & ~kept[:, 0]).sum(), (filled & ~kept[:, -1]).sum()
+    if isinstance(ids, Tensor) and ids.shape == mask.shape and ids.device == mask.device:
+        others = (~kept & (ids != (-1 if pad is None else pad))).sum()
+    else:
+        others = torch.full_like(headless, -1)
+    rows = [lengths.sum(), lengths.max(), lengths.min(), headless, tailless, pieces.max(), others]
+    return torch.stack([mask.max().long(), *rows])
 
 
 def _judge(mask: Tensor, read: Iterator[int]) -> Facts:
-    largest, tokens, longest, shortest, first, most_pieces = islice(read, 6)
+    largest, tokens, longest, shortest, headless, tailless, most_pieces, others = islice(read, 8)
     if largest > 1:
         raise ValueError(
             f"attention_mask has values up to {largest}: a mask is 0 or 1; the ends of packed documents are given by "
             "position_ids that start anew with each of them"
         )
-    return Facts(tokens, longest, tokens == mask.numel(), shortest == 0, first < len(mask), most_pieces > 1)
+    ids = "none" if others < 0 else "other" if others else "own"
+    whole, holes = tokens == mask.numel(), most_pieces > 1
+    return Facts(tokens, longest, whole, shortest == 0, headless > 0, tailless > 0, holes, ids)
 
 
 def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed: bool) -> None:
@@ -199,6 +267,8 @@ def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[0] * tokens.shape[1] == 0:
         return
     call.stack = stack
+    # What the model does with it, between layers or for them, may rely on the rectangle's shape.
+    strange = next((name for name, value in given.items() if name not in HANDED_ON and _has_rows(value)), None)
     cached = stack.causal and (given.get("past_key_values") is not None or _wants(stack.owner, given, "use_cache"))
     documents = _find_documents(tokens, given) if stack.causal else None
     if documents is None:
@@ -207,15 +277,18 @@ def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed
                 f"{type(stack.owner).__name__} was accelerated with packed=True: it needs the ends of documents, as "
                 "position_ids that start anew with each of them, or as cu_seq_lens_q"
             )
-        if unpad and not cached and not stack.problem and not (stack.owner.training and _drops_layers(stack)):
+        dropped = stack.owner.training and _drops_layers(stack)
+        if unpad and not (cached or stack.problem or dropped or strange):
             _unpad(call, stack, tokens, given)
         return
     problem = "the model keeps a cache: pass use_cache=False" if cached else stack.problem
     problem = "its layers are dropped at random" if stack.owner.training and _drops_layers(stack) else problem
-    if _exceeds_window(stack, documents.max_len):
+    exceeds = _exceeds_window(stack, documents.max_len)
+    if exceeds or strange:
         if given.get("cu_seq_lens_q") is None and not cached:
             return  # transformers' own mask has the window, and the ends of documents by position_ids
-        problem = "its window is shorter than a document: pass position_ids instead of cu_seq_lens_q"
+        why = "its window is shorter than a document" if exceeds else f"it is given {strange} as well"
+        problem = f"{why}: pass position_ids instead of cu_seq_lens_q"
     if given.get("encoder_hidden_states") is not None:
         problem = "it attends to an encoder: give one sequence a row"
     if problem:
@@ -244,18 +317,19 @@ def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> N
     """Packs what the masks keep, where that is less than everything, or where attention has a bias by distance; always
     where the batch is known beforehand, since transformers, while a CUDA graph is recorded, would build a mask."""
     shape, memory = (tokens.shape[0], tokens.shape[1]), given.get("encoder_hidden_states")
-    own = _read_mask(call.known, given.get("attention_mask"), shape, tokens.device)
+    ids = given.get("input_ids")
+    ids, pad = call.ids if ids is None else ids, pad_id(stack.owner)
+    own = _read_mask(call.known, given.get("attention_mask"), shape, tokens.device, ids, pad)
     if own is None or (own.facts.holes and stack.relative) or _exceeds_window(stack, own.layout.max_len):
         return
-    if stack.owner.config.is_encoder_decoder:
-        if own.facts.empty:
-            return  # a decoder that attends to a row of padding alone sees the padding
-    elif (own.facts.empty or (own.facts.headless and not stack.causal)) and call.known.positions != math.prod(shape):
-        return  # where not every token has a label, the class of a row may be read at its first one
+    if not call.trial and not call.tried.covers(own.facts, call.given):
+        return  # what the model around does with its layers' result may depend on padding
+    if stack.owner.config.is_encoder_decoder and own.facts.empty:
+        return  # a decoder that attends to a row of padding alone sees the padding
     other = None
     if stack.crosses and memory is not None:
         mask = given.get("encoder_attention_mask")
-        other = _read_mask(call.known, mask, (memory.shape[0], memory.shape[1]), tokens.device)
+        other = _read_mask(call.known, mask, (memory.shape[0], memory.shape[1]), tokens.device, None, None)
         if other is None or other.facts.empty:
             return
     all_kept = own.index is None and (other is None or other.index is None)
@@ -264,6 +338,9 @@ def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> N
     call.own = Packing(*shape, own.index, own.layout, own.layout, stack.causal, stack.layers[-1])
     if other is not None and memory is not None:
         call.memory = Packing(memory.shape[0], memory.shape[1], other.index, own.layout, other.layout)
+    outer: Call | None = call
+    while outer is not None:
+        outer.ran_packed, outer = True, outer.outer
 
 
 @dataclass(frozen=True)
@@ -275,15 +352,17 @@ class _Kept:
     facts: Facts
 
 
-def _read_mask(known: Known, mask: Any, shape: tuple[int, int], device: torch.device) -> _Kept | None:
+def _read_mask(
+    known: Known, mask: Any, shape: tuple[int, int], device: torch.device, ids: Any, pad: int | None
+) -> _Kept | None:
     """None where it keeps nothing, or is not a mask of these rows."""
     rows, length = shape
-    facts = Facts(rows * length, length, whole=True, empty=False, headless=False, holes=False)
+    facts = Facts(rows * length, length, True, empty=False, headless=False, tailless=False, holes=False, ids="none")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != shape:
             return None
         found = next((facts for other, facts in known.masks if other is mask), None)
-        facts = found or _judge(mask, iter(_measure(mask).tolist()))
+        facts = found or _judge(mask, iter(_measure(mask, ids, pad).tolist()))
     if facts.tokens == 0:
         return None
     if facts.whole:
@@ -311,8 +390,14 @@ def _drops_layers(stack: Stack) -> bool:
 
 
 def _exceeds_window(stack: Stack, longest: int) -> bool:
-    windows = [getattr(m, "sliding_window", None) for m in (stack.owner.config, *stack.layers[0].modules())]
-    return any(window is not None and longest > window for window in windows)
+    return any(longest > window for window in stack.windows)
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether there is something in it that may have a value for each token."""
+    if isinstance(value, Tensor):
+        return value.ndim > 1
+    return isinstance(value, list | tuple | dict) and len(value) > 0
 
 
 class PackedLayer(nn.Module):

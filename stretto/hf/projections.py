@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.hf.call import current_call
-from stretto.hf.layers import Parts
+from stretto.hf.exchange import original
+from stretto.hf.layers import Parts, is_touched
 from stretto.hf.pending import compute, is_deferring
 from stretto.ops.heads import project_heads, rotate_heads
 from stretto.ops.language import wide
@@ -60,7 +61,7 @@ def project_all(x: Tensor, layers: list[Any]) -> list[Tensor]:
     bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
     rows = compute(x).flatten(0, -2)
     heads = project_heads(rows, torch.cat([layer.weight for layer in layers]), bias, [w // size for w in widths])
-    return [part.flatten(1).view(*x.shape[:-1], -1) for part in heads]
+    return [part.flatten(1).view(*x.shape[:-1], width) for part, width in zip(heads, widths, strict=True)]
 
 
 class FusedAttention(nn.Module):
@@ -86,7 +87,7 @@ class FusedProjection(nn.Module):
         return super().forward(x) if result is None else result
 
     def is_intact(self) -> bool:
-        return not self._forward_hooks and not self._forward_pre_hooks
+        return not is_touched(self)
 
 
 def find_groups(calls: list[tuple[str, nn.Module, Tensor]]) -> list[tuple[str, ...]]:
@@ -100,10 +101,10 @@ def find_groups(calls: list[tuple[str, nn.Module, Tensor]]) -> list[tuple[str, .
 class Rotated(nn.Module):
     """Mixed into attention with rotary positions."""
 
-    forward_rotated: Callable[..., Any]  # the code of its own forward, but with our function for them
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward_rotated(*args, **kwargs) if is_deferring() else super().forward(*args, **kwargs)
+        if not is_deferring():
+            return super().forward(*args, **kwargs)
+        return rotated_forward(original(type(self)))(self, *args, **kwargs)
 
 
 def find_rotary(forward: Any) -> str | None:
@@ -122,8 +123,8 @@ def find_rotary(forward: Any) -> str | None:
 
 
 @cache
-def with_rotary(theirs: Any) -> Any:
-    """Their class with our rotary positions; None where it has none."""
+def rotated_forward(theirs: Any) -> Any:
+    """The code of a class's `forward`, with our function for rotary positions; None where it has none."""
     name = find_rotary(theirs.forward)
     if name is None:
         return None
@@ -131,19 +132,17 @@ def with_rotary(theirs: Any) -> Any:
     ours = {**around, name: partial(rotate, around[name])}
     forward = FunctionType(code.__code__, ours, code.__name__, code.__defaults__, code.__closure__)
     forward.__kwdefaults__ = code.__kwdefaults__
-    made: type[nn.Module] = type(theirs.__name__, (Rotated, theirs), {"forward_rotated": forward})
-    made.__qualname__ = theirs.__qualname__
-    return made
+    return forward
 
 
 def rotate(
-    original: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any
+    theirs: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """q [N, H, S, D] and k [N, K, S, D] by angles [N, S, D], whose second half repeats the first."""
     rows, _, length, size = q.shape
     fits = cos.shape == sin.shape and cos.shape[1:] == (length, size) and cos.shape[0] in (1, rows)
     if options or not fits or k.shape[::2] != (rows, length) or k.shape[3] != size:
-        return original(q, k, cos, sin, **options)
+        return theirs(q, k, cos, sin, **options)
     queries, keys = (t.transpose(1, 2).flatten(0, 1) for t in (q, k))
     queries, keys = rotate_heads(queries, keys, *_halve(cos, sin, rows))
     return queries.view(rows, length, -1, size).transpose(1, 2), keys.view(rows, length, -1, size).transpose(1, 2)

@@ -16,10 +16,11 @@ That is a guess; what decides is that the module that takes its place gives the 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,12 +39,15 @@ from stretto.hf.layers import (
     FusedResidualNorm,
     FusedTransform,
     Parts,
+    describe_child,
     weight_of,
 )
 from stretto.ops.activation import GATES
 from stretto.ops.norm import MAX_WIDTH
 
+log = logging.getLogger(__name__)
 NONE = Parts()
+NAME = "stretto"  # of our attention, in transformers' interface
 ROWS = 64  # enough that a dropout nobody told us of drops something
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -70,6 +74,7 @@ class Site:
     fused: type[nn.Module] | None = None
     parts: Parts = NONE
     problem: str | None = None
+    remark: str = ""  # what a report says besides, where there is no problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +87,16 @@ class Stack:
     causal: bool
     crosses: bool  # whether its layers also attend to an encoder's output
     relative: bool  # whether attention takes a bias by distance, as T5's does
+    path: str  # of the layers, in the owner
+    attention: nn.Module  # one of theirs
+    depth: Any  # what the owner's configuration says of their number
+    windows: set[int] = field(default_factory=set)  # beyond which tokens do not see each other
     problem: str | None = None
+
+    def is_whole(self) -> bool:
+        """Whether the owner still has these layers, all of them, and they the attention that was chosen for them."""
+        same = self.owner.get_submodule(self.path) is self.layers and _depth(self.owner) == self.depth
+        return same and self.attention.config._attn_implementation == NAME  # type: ignore[union-attr]
 
 
 def sites(model: nn.Module) -> list[Site]:
@@ -92,7 +106,11 @@ def sites(model: nn.Module) -> list[Site]:
     for name, module in model.named_modules():
         key = _kind(module)
         if key not in kinds:
-            kinds[key] = _find_role(name, module)
+            try:
+                kinds[key] = _find_role(name, module)
+            except Exception as error:  # a module that cannot be looked at is left alone
+                log.debug("%s: %s", name, error)
+                kinds[key] = Site(name, "", module)
         if kinds[key].role:
             like = kinds[key]
             found.append(Site(name, like.role, module, like.fused, like.parts, like.problem))
@@ -153,7 +171,11 @@ def _letter(module: nn.Module) -> str | None:
 def is_activation(module: nn.Module) -> bool:
     """Whether it may be one: it has nothing of its own."""
     leaf = not list(module.children()) and not list(module.parameters()) and not list(module.buffers())
-    return leaf and not isinstance(module, nn.Identity | nn.Dropout)
+    return leaf and not isinstance(module, nn.Identity | nn.Dropout) and "forward" in _names_of_methods(type(module))
+
+
+def _names_of_methods(kind: type[nn.Module]) -> set[str]:
+    return {name for base in kind.__mro__ if base is not nn.Module for name in vars(base)}
 
 
 def _arity(module: nn.Module) -> int:
@@ -187,7 +209,7 @@ def _trace(module: nn.Module, arity: int) -> list[tuple[str, int]] | None:
             with quietly(module):
                 module(*draw_inputs(module, arity, width))
             return calls
-        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        except Exception:
             continue  # of another width, or not a function of plain rows
         finally:
             for handle in handles:
@@ -220,13 +242,19 @@ def _find_parts(
     elif gated and len({module.get_submodule(child).bias is None for child in dense[:2]}) > 1:
         problem = "only one of gate and value has a bias"
     inside = bool(drops) and dict(calls)[drops[0]] == inner and len(dense) > 1
-    return Parts(tuple(dense), next(iter(norms), None), next(iter(drops), None), kind, inside), problem
+    used = tuple(describe_child(module, child) for child in dict(calls))
+    return Parts(tuple(dense), next(iter(norms), None), next(iter(drops), None), kind, inside, children=used), problem
 
 
 def find_activation(function: Callable[[Tensor], Tensor]) -> str | None:
     """Its kind, by its values."""
     x = torch.linspace(-6, 6, 49, dtype=torch.float64)
-    y = function(x)
+    try:
+        y = function(x)
+    except Exception:  # what is no function of numbers is none
+        return None
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        return None
     close = [kind for kind, exact in ACTIVATIONS.items() if (y - exact(x)).abs().max() < 1e-6]
     return close[0] if close else None
 
@@ -271,15 +299,33 @@ def stacks(model: nn.Module) -> list[Stack]:
         if not all(inside) or len({type(layer) for layer in layers}) > 1:
             continue
         owner_name, owner = _owner(name, modules)
-        if owner is None:
-            continue
-        causal = bool(getattr(inside[0][0], "is_causal", True))
-        parameters = inspect.signature(type(layers[0]).forward).parameters
-        relative = any("position_bias" in inspect.signature(type(m).forward).parameters for m in inside[0])
-        problem = None if "attention_mask" in parameters else "its layers take no attention_mask"
-        found.append(Stack(owner_name, owner, layers, causal, len(inside[0]) > 1, relative, problem))
+        if owner is not None:
+            path = name[len(owner_name) :].lstrip(".")
+            found.append(_describe(owner_name, owner, path, layers, inside[0]))
     owners = [stack.owner for stack in found]
     return [stack for stack in found if owners.count(stack.owner) == 1]
+
+
+def _describe(
+    name: str, owner: PreTrainedModel, path: str, layers: nn.ModuleList, attentions: list[nn.Module]
+) -> Stack:
+    causal = bool(getattr(attentions[0], "is_causal", True))
+    parameters = inspect.signature(type(layers[0]).forward).parameters
+    relative = any("position_bias" in inspect.signature(type(m).forward).parameters for m in attentions)
+    problem = None if "attention_mask" in parameters else "its layers take no attention_mask"
+    windows = {w for thing in (owner.config, *layers.modules()) for w in _windows(thing)}
+    of = (name, owner, layers, causal, len(attentions) > 1, relative, path, attentions[0], _depth(owner))
+    return Stack(*of, windows=windows, problem=problem)
+
+
+def _windows(thing: Any) -> list[int]:
+    """Sizes of windows and chunks of tokens that a configuration or a module speaks of."""
+    named = [value for name, value in vars(thing).items() if re.search(r"(window|chunk)(_size)?$", name)]
+    return [value for value in named if isinstance(value, int) and value > 0]
+
+
+def _depth(owner: PreTrainedModel) -> Any:
+    return getattr(owner.config, "num_hidden_layers", None)
 
 
 def _owner(name: str, modules: dict[str, nn.Module]) -> tuple[str, PreTrainedModel | None]:

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from stretto.buckets import round_to_bucket, round_to_power, size_of_bucket
 from stretto.graphs import Memory, Recorder
-from stretto.hf.call import Facts, Known, known_batch
-from stretto.hf.packing import MASKS, argument_names, get_to_know
-from stretto.hf.swap import dropping_of, is_accelerated, report, set_step
+from stretto.hf.call import Facts, Known, Tried, known_batch
+from stretto.hf.packing import MASKS, argument_names, get_to_know, is_familiar, pad_id
+from stretto.hf.swap import dropping_of, is_accelerated, outermost, report, set_step
 from stretto.optim import FlatAdamW, clip_gradients
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Step:
         self.model, self.optimizer, self.clip = model, optimizer, clip
         self.updates = 0  # so far: what schedules depend on. A run that is resumed sets it
         self.dropping = dropping_of(model)
+        self.inner, self.tried = outermost(model)
         self.unpads = not any(line.role == "padding" and line.problem for line in report(model).lines)
         self.device = next(model.parameters()).device
         obstacle = "the model is not on a GPU" if self.device.type != "cuda" else _find_obstacle(model)
@@ -73,7 +75,7 @@ class Step:
         """The loss, still on the device. Tensors of the batch may be on the CPU."""
         self.optimizer.take_rates()
         self._begin_update()
-        planned = plan(batch, argument_names(self.model))
+        planned = plan(batch, self.inner, self.tried)
         if planned is None or (planned.masks and not self.unpads):
             return self._update(_move(batch, self.device))
         pattern = {} if self.dropping is None else self.dropping.pattern()
@@ -106,15 +108,18 @@ class Step:
         return loss.detach()
 
 
-def plan(batch: Mapping[str, Any], names: tuple[str, ...]) -> Planned | None:
+def plan(batch: Mapping[str, Any], model: PreTrainedModel, tried: Tried) -> Planned | None:
     """None for a batch that is looked at while the model runs: with documents in its rows, gaps, labels on padding,
-    padding on the left where labels are of rows, or labels that are no ids, beside which a mask stays unknown."""
+    padding that has to stay, or labels that are no ids, beside which a mask stays unknown."""
     if any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
         return None
-    known = get_to_know(batch, names)
+    known = get_to_know(batch, argument_names(model), pad_id(model))
     if known.labels_on_padding or any(facts.empty or facts.holes for _, facts in known.masks):
         return None
-    if any(facts.headless and mask.numel() != known.positions for mask, facts in known.masks):
+    padded = any(not facts.whole for _, facts in known.masks)
+    if padded and not (
+        is_familiar(model, batch, tried) and all(tried.covers(facts, batch) for _, facts in known.masks)
+    ):
         return None
     facts_of = {name: facts for name in MASKS for mask, facts in known.masks if batch.get(name) is mask}
     if any(batch.get(name) is not None and name not in facts_of for name in MASKS):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import stretto
 import stretto.hf.attention
-from stretto.hf.packing import argument_names, get_to_know
+from stretto.hf.packing import argument_names, get_to_know, pad_id
 from stretto.hf.step import Step, plan
+from stretto.hf.swap import outermost
 from stretto.optim import FlatAdamW, clip_gradients
 from tests.hf.families import FAMILIES, RECTANGULAR, Batch, build, draw_batch
 from tests.ops.checks import DEVICE
@@ -50,14 +51,14 @@ def test_updates_are_those_of_a_plain_loop(family: str) -> None:
 
 
 def test_batches_of_other_lengths_share_a_plan() -> None:
-    names = argument_names(build("bert"))
+    known = outermost(stretto.accelerate(build("bert")))
     one, two, three = (
-        plan(draw_batch("bert", lengths, seed=3), names) for lengths in ((9, 3, 6), (9, 5, 5), (9, 9, 3))
+        plan(draw_batch("bert", lengths, seed=3), *known) for lengths in ((9, 3, 6), (9, 5, 5), (9, 9, 3))
     )
     assert one is not None and two is not None and three is not None
     assert one.masks == two.masks and one.fillers == two.fillers == 1
     assert one.masks["attention_mask"].tokens == 24 and three.masks["attention_mask"].tokens == 24
-    full = plan(draw_batch("bert", (9, 9, 9)), names)
+    full = plan(draw_batch("bert", (9, 9, 9)), *known)
     assert full is not None and full.fillers == 0 and "attention_mask" not in full.inputs, (
         "a mask that keeps everything"
     )
@@ -67,9 +68,10 @@ def test_batches_of_other_lengths_share_a_plan() -> None:
 def test_filler_is_behind_the_real_tokens(family: str) -> None:
     """Labels rounded up are ignored ones, and all tokens of a bucket are in some sequence."""
     batch = draw_batch(family)
-    planned = plan(batch, argument_names(build(family)))
+    model, tried = outermost(stretto.accelerate(build(family)))
+    planned = plan(batch, model, tried)
     assert planned is not None
-    known = get_to_know(batch, argument_names(build(family)))
+    known = get_to_know(batch, argument_names(model), pad_id(model))
     assert known.labels <= planned.labels <= planned.positions == batch["labels"].numel()
     for (_, exact), facts in zip(known.masks, planned.masks.values(), strict=True):
         assert exact.tokens <= facts.tokens <= exact.tokens + planned.fillers * facts.longest
@@ -83,7 +85,7 @@ def test_what_has_to_be_looked_at_runs_as_usual(family: str) -> None:
     masked = [batch | {"attention_mask": m, "labels": mask_labels(batch, m)} for m in (with_gap, with_empty_row)]
     documents = {"position_ids": torch.arange(9).expand(3, 9) % 5, "labels": batch["labels"]}
     odd = [*masked, documents | {"input_ids": batch["input_ids"]}, batch | {"labels": batch["input_ids"]}]
-    assert [plan(one, argument_names(build(family))) for one in odd] == [None] * 4
+    assert [plan(one, *outermost(stretto.accelerate(build(family)))) for one in odd] == [None] * 4
     assert_same_updates(family, odd)
 
 
@@ -97,7 +99,7 @@ def test_a_row_that_is_its_bucket_and_is_padded_on_the_left(family: str) -> None
     batch = {name: value[:1, :8] for name, value in draw_batch(family, None).items()}
     mask = (torch.arange(8) >= 3).long()[None]
     batch |= {"attention_mask": mask, "labels": mask_labels(batch, mask.roll(1, 1) * mask)}
-    planned = plan(batch, argument_names(build(family)))
+    planned = plan(batch, *outermost(stretto.accelerate(build(family))))
     assert planned is not None and planned.masks["attention_mask"].tokens == 8
     assert_same_updates(family, [batch])
 
@@ -106,7 +108,7 @@ def test_classes_that_are_read_at_padding_run_as_usual() -> None:
     batch = draw_batch("bert-classes")
     empty = batch["attention_mask"] * torch.tensor([[1], [0], [1]])
     odd = [batch | {"attention_mask": mask} for mask in (batch["attention_mask"].flip(1), empty)]
-    assert [plan(one, argument_names(build("bert-classes"))) for one in odd] == [None] * 2
+    assert [plan(one, *outermost(stretto.accelerate(build("bert-classes")))) for one in odd] == [None] * 2
     assert_same_updates("bert-classes", odd)
 
 
@@ -154,9 +156,9 @@ def test_rates_may_change_between_steps() -> None:
 def test_labels_that_are_no_ids_leave_the_mask_unknown() -> None:
     """It would have to be read while the model runs, which a graph does not allow."""
     batch = draw_batch("bert-classes")
-    names = argument_names(build("bert-classes"))
-    assert plan(batch, names) is not None
-    assert plan(batch | {"labels": batch["labels"].float()}, names) is None
+    known = outermost(stretto.accelerate(build("bert-classes")))
+    assert plan(batch, *known) is not None
+    assert plan(batch | {"labels": batch["labels"].float()}, *known) is None
 
 
 def test_mistakes_are_named() -> None:

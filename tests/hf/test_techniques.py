@@ -24,9 +24,8 @@ from stretto.batch import Batch as OurBatch
 from stretto.batch import Counts, shape_of
 from stretto.config import LayerDropConfig, StandardizeConfig
 from stretto.errors import ConfigError
-from stretto.hf.packing import argument_names
 from stretto.hf.step import Step, _find_obstacle, plan
-from stretto.hf.swap import dropping_of
+from stretto.hf.swap import dropping_of, outermost
 from stretto.hf.trainer import Meter, Trainer
 from stretto.ops.affine import standardization_loss
 from stretto.optim import FlatAdamW
@@ -530,7 +529,7 @@ def test_a_recorded_update_is_one_of_its_pattern() -> None:
         step(draw("gpt2"))
     shapes = {shape_of(planned): str(planned.layers) for planned in seen}
     assert 1 < len(shapes) == len({str(planned.layers) for planned in seen}) <= LAYERS + 1
-    assert plan(draw("gpt2"), argument_names(model)).layers == {}  # type: ignore[union-attr]
+    assert plan(draw("gpt2"), *outermost(model)).layers == {}  # type: ignore[union-attr]
 
 
 def test_the_trainer_knows_the_step(tmp_path: Path) -> None:

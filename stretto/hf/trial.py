@@ -1,0 +1,290 @@
+"""The trial that every exchange has to pass: the same results, in numbers that cannot hide a difference.
+
+A model is tried on a `Stage`: its parameters are replaced for a while, each by its own values with noise on top, so
+that weights that are still one or zero hide nothing, and its stacks are cut down to their first layers, of every kind
+one. On the stage the model is in fp32 (fp64 stays), where another formula shows and rounding does not. A model in 16
+bits is run in its own precision as well: there the result must be about as near to that in fp32 as the original's is,
+and of the same type.
+
+What is compared is every output and the gradient of every parameter. Where a batch is padded, positions that the mask
+keeps are compared of what has a value for each token, [N, S, C]; all else is compared as a whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.hf.exchange import Journal
+from stretto.hf.lazy import Lazy
+from stretto.hf.roles import quietly
+
+TIGHT = 1e-3  # how far results in fp32 may be apart, relative to their norm
+LEAST = 1e-5  # of the largest gradient: one that is zero but for rounding, as of a key's bias, counts little
+NOISE = 0.25  # of a parameter's size,
+LEAST_NOISE = 0.02  # but at least so much: a scale of nearly zero would hide what it scales
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one run, on the stage."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Stage:
+    """A model whose parameters, precision and number of layers are others for a while."""
+
+    def __init__(self, model: nn.Module, lists: Sequence[nn.ModuleList]) -> None:
+        self.model = model
+        self.lengths = [(layers, find_stand_ins(layers)[1]) for layers in lists]
+        self.has_halves = any(_is_half(p) for p in model.parameters())
+
+    @contextmanager
+    def set_up(self, exact: bool = True) -> Iterator[None]:
+        """`exact`: in fp32, or fp64; otherwise in the model's own precision."""
+        with contextlib.ExitStack() as stack:
+            for layers, length in self.lengths:
+                stack.enter_context(_shortened(layers, length))
+            stack.enter_context(quietly(self.model))
+            stack.enter_context(_without_tf32())
+            device = next((p.device.type for p in self.model.parameters()), "cpu")
+            stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(_disguised(self.model, exact))
+            yield
+
+
+@contextmanager
+def _shortened(layers: nn.ModuleList, length: int) -> Iterator[None]:
+    whole = layers._modules
+    layers._modules = dict(list(whole.items())[:length])
+    try:
+        yield
+    finally:
+        layers._modules = whole
+
+
+def find_stand_ins(layers: nn.ModuleList) -> tuple[list[int], int]:
+    """For each layer the number of one of its kind that is on the stage, and how many layers are there: all kinds, and
+    one more at the end, where no layer follows. The last one's stand-in is that one, if it is of its kind."""
+    kinds = [(repr(layer), tuple(map(_traits, layer.modules()))) for layer in layers]
+    stand_ins = [kinds.index(kind) for kind in kinds]
+    length = min(max(stand_ins) + 2, len(layers))
+    if kinds[-1] == kinds[length - 1]:
+        stand_ins[-1] = length - 1
+    return stand_ins, length
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    """What a module notes about itself, but for numbers, by which layers are counted."""
+    flags = {name: str(value) for name, value in vars(module).items() if isinstance(value, str | bool | None)}
+    counts = {name: type(value).__name__ for name, value in vars(module).items() if isinstance(value, int | float)}
+    return tuple(sorted(item for item in (counts | flags).items() if item[0] != "training"))
+
+
+@contextmanager
+def _disguised(model: nn.Module, exact: bool) -> Iterator[None]:
+    before: list[tuple[nn.Parameter, Tensor, bool]] = []
+    buffers: list[tuple[nn.Module, str, Tensor]] = []
+    try:
+        for number, p in enumerate(model.parameters()):
+            if p.is_floating_point():
+                before.append((p, p.data, p.requires_grad))
+                values = _disturb(p.data, number)
+                p.data = values.float() if exact and _is_half(values) else values
+                p.requires_grad_(True)
+        for module in model.modules() if exact else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and _is_half(buffer):
+                    buffers.append((module, name, buffer))
+                    module._buffers[name] = buffer.float()
+        yield
+    finally:
+        for p, data, wanted in before:
+            p.requires_grad_(wanted)
+            p.data = data
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
+def _disturb(values: Tensor, seed: int) -> Tensor:
+    """In the precision of the values, so that fp32 holds the same ones."""
+    noise = torch.randn(values.shape, generator=_generator(values.device, seed), device=values.device)
+    scale = max(NOISE * float(values.float().square().mean().sqrt()), LEAST_NOISE) if values.numel() else 0.0
+    return (values + scale * noise).to(values.dtype)
+
+
+def disguised_copy(module: nn.Module, exact: bool) -> nn.Module:
+    """A copy of a module with other values, as on the stage; in fp32 if `exact`."""
+    made = copy.deepcopy(module)
+    for number, p in enumerate(made.parameters()):
+        p.data = _disturb(p.data, number)
+        p.requires_grad_(True)
+    return made.float() if exact and any(_is_half(p) for p in made.parameters()) else made
+
+
+def _is_half(values: Tensor) -> bool:
+    return values.dtype in (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    try:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+    except RuntimeError:  # the user has set precisions by another of torch's ways: it does not mix
+        yield
+        return
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _generator(device: torch.device | str, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def run(
+    function: Callable[..., Any],
+    inputs: Mapping[str, Any] | Sequence[Any],
+    parameters: Mapping[str, Tensor] | None = None,
+    masks: Sequence[Tensor] = (),
+    scores: bool = False,
+    loss_only: bool = False,
+) -> Result:
+    """What a function of these inputs gives, and with parameters the gradients of a random sum of it. `scores`: one
+    number for each token, [N, S], stands for that token alone, and does not compete with those at padding."""
+    with torch.set_grad_enabled(parameters is not None):
+        out = function(**inputs) if isinstance(inputs, Mapping) else function(*inputs)
+        outputs = dict(_tensors("", out))
+        if loss_only:
+            outputs = {"loss": outputs["loss"]}
+        kept = {name: _keep_real(_plain(value), masks, 2 if scores else 3) for name, value in outputs.items()}
+        gradients = _differentiate(kept, parameters) if parameters else {}
+    return Result({name: value.detach() for name, value in kept.items()}, gradients)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield name or "result", value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tensors(f"{name}.{key}".lstrip("."), inner)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _tensors(f"{name}.{number}".lstrip("."), inner)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.compute() if isinstance(value, Lazy) else value
+
+
+def _keep_real(value: Tensor, masks: Sequence[Tensor], least_axes: int) -> Tensor:
+    for mask in masks:
+        if value.ndim >= least_axes and value.shape[:2] == mask.shape:
+            return value[mask.to(value.device) != 0]
+    return value
+
+
+def _differentiate(outputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    total = sum(
+        (value * torch.randn(value.shape, generator=_generator("cpu", 1)).to(value)).sum().double()
+        for value in outputs.values()
+        if value.requires_grad
+    )
+    if not isinstance(total, Tensor):
+        return {}
+    found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def find_difference(found: Result, expected: Result) -> str | None:
+    """Between two runs in fp32."""
+    problem = _find_other_shape(found, expected)
+    if problem:
+        return problem
+    for name, value in expected.outputs.items():
+        if not _is_near(found.outputs[name], value, TIGHT, 0.0):
+            return f"it gives other results ({name})"
+    least = LEAST * max((float(g.norm()) for g in expected.gradients.values()), default=0.0)
+    for name in expected.gradients.keys() | found.gradients.keys():
+        ours, theirs = found.gradients.get(name), expected.gradients.get(name)
+        nothing = torch.zeros_like(theirs if ours is None else ours)  # type: ignore[arg-type]
+        if not _is_near(nothing if ours is None else ours, nothing if theirs is None else theirs, TIGHT, least):
+            return f"it gives other results (the gradient of {name})"
+    return None
+
+
+def find_loss_of_precision(found: Result, plain: Result, exact: Result) -> str | None:
+    """Of a run in 16 bits, against the original's and its result in fp32."""
+    problem = _find_other_shape(found, plain)
+    if problem:
+        return problem
+    groups = [[r.outputs[name] for r in (found, plain, exact)] for name in exact.outputs]
+    names = [name for name in exact.gradients if name in found.gradients and name in plain.gradients]
+    if names:
+        groups.append([_join([r.gradients[name] for name in names]) for r in (found, plain, exact)])
+    for ours, theirs, truth in groups:
+        error, usual = ((value.float() - truth.float()).norm() for value in (ours, theirs))
+        rounding = torch.finfo(theirs.dtype if _is_half(theirs) else torch.bfloat16).eps * truth.float().norm()
+        if usual.isfinite() and not error <= 4 * usual + 8 * rounding:
+            return "in its precision it gives other results"
+    return None
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.flatten().float() for t in tensors])
+
+
+def _find_other_shape(found: Result, expected: Result) -> str | None:
+    if found.outputs.keys() != expected.outputs.keys():
+        return f"it gives {sorted(found.outputs)} instead of {sorted(expected.outputs)}"
+    for name, value in expected.outputs.items():
+        other = found.outputs[name]
+        if other.shape != value.shape or other.dtype != value.dtype:
+            return f"{name} is {other.dtype} {list(other.shape)} instead of {value.dtype} {list(value.shape)}"
+    return None
+
+
+def _is_near(found: Tensor, expected: Tensor, relative: float, absolute: float) -> bool:
+    finite = expected.isfinite()
+    if not torch.equal(finite, found.isfinite()):
+        return False
+    difference, size = (value.where(finite, 0).double().norm() for value in (found - expected, expected))
+    return bool(difference <= relative * size + absolute + 1e-30)
+
+
+def attempt(journal: Journal, change: Callable[[], bool], check: Callable[[], str | None]) -> tuple[bool, str | None]:
+    """Makes a change, if there is one to make, and undoes it unless the check finds nothing: whether there was one, and
+    why it was undone."""
+    mark = journal.mark()
+    try:
+        if not change():
+            journal.undo(mark)
+            return False, None
+        problem = check()
+    except Exception as error:
+        problem = f"it cannot take its place: {describe(error)}"
+    except BaseException:
+        journal.undo(mark)
+        raise
+    if problem:
+        journal.undo(mark)
+    return True, problem
+
+
+def describe(error: Exception) -> str:
+    """In one line of a report."""
+    text = " ".join(str(error).split())
+    return f"{text[:120] + ' ...' if len(text) > 120 else text}" or type(error).__name__
