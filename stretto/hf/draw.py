@@ -48,7 +48,9 @@ def draw_stack_batches(owner: PreTrainedModel, crosses: bool) -> Iterator[Batch]
         yield {names[0]: torch.randn(2, LENGTH, _width(owner), generator=generator).to(like)}
 
 
-def draw_padded(model: PreTrainedModel, sides: Sequence[str], ids: Sequence[str], form: str) -> Batch | None:
+def draw_padded(
+    model: PreTrainedModel, sides: Sequence[str], ids: Sequence[str], form: str, length: int = LENGTH
+) -> Batch | None:
     """A row for each side and kind of ids, and one without padding; None where there is no such form of a batch:
     "ids", "embeds", or "positions", which are given beside ids."""
     names, generator = argument_names(model), torch.Generator().manual_seed(1)
@@ -57,7 +59,7 @@ def draw_padded(model: PreTrainedModel, sides: Sequence[str], ids: Sequence[str]
     if form == "positions" and "position_ids" not in names:
         return None
     rows = [(side, kind) for kind in ids for side in sides]
-    kept = torch.stack([*(_pattern(side, LENGTH) for side, _ in rows), torch.ones(LENGTH, dtype=torch.bool)])
+    kept = torch.stack([*(_pattern(side, length) for side, _ in rows), torch.ones(length, dtype=torch.bool)])
     batch = _draw_text(model, kept, [*(kind for _, kind in rows), "own"], generator)
     if form == "embeds":
         tokens = batch.pop("input_ids")

@@ -600,8 +600,7 @@ class _Trials:
             for stack in (stack for stack in self.chained if stack.owner in inside):
                 problem = problems[stack]
                 if problem is None and not tried.kinds and not self.packed:
-                    short = any(window < LENGTH for window in stack.windows)
-                    problem = "its window is too short to try it" if short else "the model around it reads padding"
+                    problem = "the model around it gives other results without padding"
                 remark = _remark(tried, mine)
                 self.done.append(Site(stack.name, "padding", stack.owner, problem=problem, remark=remark))
         if self.packed and not any(stack.causal for stack in packed):
@@ -631,12 +630,12 @@ class _Trials:
         """The kinds of batch with which a model gives the same results without padding."""
         kinds: set[tuple[str, str]] = set()
         names: set[str] = set()
-        labels = None
+        labels, windows = None, [window for stack in packed for window in stack.windows]
         for form, sorts in (("ids", IDS), ("embeds", ("none",)), ("positions", ("positions",))):
             groups = [[(side, sort) for side in _sides(packed) for sort in sorts]]
             while groups:  # all kinds at once; where that fails, one side after the other, and then each by itself
                 some = groups.pop()
-                tried = self._try_batch(model, some, form, labels)
+                tried = self._try_batch(model, some, form, labels, min([LENGTH, *windows]))
                 if tried is not None:
                     labels, given = tried
                     kinds |= set(some)
@@ -649,12 +648,12 @@ class _Trials:
         return Tried(frozenset(kinds), frozenset(names), labels or "", wanted_outputs(model, {}))
 
     def _try_batch(
-        self, model: PreTrainedModel, some: list[tuple[str, str]], form: str, labels: str | None
+        self, model: PreTrainedModel, some: list[tuple[str, str]], form: str, labels: str | None, length: int
     ) -> tuple[str, set[str]] | None:
         """The kind of labels and the arguments of a batch that gave the same results; None: none did."""
         try:
             sides, sorts = (list(dict.fromkeys(each)) for each in zip(*some, strict=True))
-            batch = draw_padded(model, sides, sorts, form)
+            batch = draw_padded(model, sides, sorts, form, length)
             for sort, inputs in with_labels(model, batch) if batch is not None else ():
                 if labels is not None and sort != labels:
                     continue
