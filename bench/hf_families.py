@@ -26,7 +26,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -60,6 +61,7 @@ from bench.hf_tiny import (
 FAULTS = ("wrong", "half exchanged", "raises in accelerate", "raises when called", "hangs or crashes")
 RESULTS = (*FAULTS, "equal", "not tried")
 FLOORS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # a few roundings, relative
+SEEDS = 5  # batches that a case is judged by, where the first looks wrong
 MEMORY = 8 << 30  # bytes of addresses a child may have
 
 
@@ -151,6 +153,14 @@ def judge(ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Te
             if not error <= 2 * theirs + floor:
                 problems.append(f"{name}: off by {error:.2g}, untouched {theirs:.2g}")
     return sorted(problems, key=lambda p: (p.startswith("grad "), p))
+
+
+def pool(runs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Several runs as one."""
+    if len(runs) == 1:
+        return runs[0]
+    names = [name for name in runs[0] if all(name in run for run in runs)]
+    return {name: torch.cat([run[name].flatten() for run in runs]) for name in names}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -255,15 +265,15 @@ def check_class(name: str, family: str, tell: Callable[[Result], None] = lambda 
 
 def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Callable[[str], None]) -> None:
     enter("running the untouched model")
-    runs = {case: draw_batch(model, form, case.draw) for case in cases(model, form)}
-    steady = _drop_unsteady(model, runs, result)
+    chosen = cases(model, form)
+    draw = partial(_draw, form)
+    steady = _drop_unsteady(model, chosen, draw, result)
     if not steady:
         return
     plain = copy.deepcopy(model)
     try:
         exact = copy.deepcopy(plain).double()
-        for case, batch in list(runs.items())[:1]:
-            learn(exact.train(case.training), batch)
+        learn(exact.train(steady[0].training), draw(exact, steady[0]))
     except Exception:
         exact = plain  # a model that is fp32 in some place whatever it is told
     enter("accelerate in fp32")
@@ -273,26 +283,50 @@ def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Call
         for case in steady:
             enter(f"{case.name}, {'train' if case.training else 'eval'}")
             for autocast in (False, True) if case.narrow else (False,):
-                _compare(case, runs[case], (ours, plain, exact), result, autocast)
+                _compare(case, draw, (ours, plain, exact), result, autocast)
         enter("restore")
-        _check_restore(ours, plain, runs[steady[0]], result)
+        _check_restore(ours, plain, draw(plain, steady[0]), result)
+    both = [case for case in steady if case.narrow]
+    _compare_narrow(plain, exact, both, draw, result, enter)
+    for model in dict.fromkeys((plain, exact)):
+        model.load_state_dict(build(result.name, result.family, outliers=False).state_dict())
+    _compare_narrow(plain, exact, both, draw, result, enter)
+
+
+def _compare_narrow(
+    plain: PreTrainedModel,
+    exact: PreTrainedModel,
+    chosen: list[Case],
+    draw: DrawCase,
+    result: Result,
+    enter: Callable[[str], None],
+) -> None:
+    """With weights in bf16."""
     enter("bf16")
     narrow = copy.deepcopy(plain).bfloat16()
-    if (ours := _accelerate(copy.deepcopy(narrow), narrow, result, "bf16")) is not None:
-        for case in [case for case in steady if case.narrow]:
-            enter(f"bf16, {'train' if case.training else 'eval'}")
-            _compare(case, runs[case], (ours, narrow, exact), result)
+    ours = _accelerate(copy.deepcopy(narrow), narrow, result, "bf16")
+    for case in chosen if ours is not None else ():
+        enter(f"bf16, {'train' if case.training else 'eval'}")
+        _compare(case, draw, (ours, narrow, exact), result)
 
 
-def _drop_unsteady(model: PreTrainedModel, runs: dict[Case, Batch], result: Result) -> list[Case]:
+DrawCase = Callable[..., Batch]  # of a model, a case and a seed
+
+
+def _draw(form: Form, model: PreTrainedModel, case: Case, seed: int = 0) -> Batch:
+    return draw_batch(model, form, case.draw, seed)
+
+
+def _drop_unsteady(model: PreTrainedModel, chosen: list[Case], draw: DrawCase, result: Result) -> list[Case]:
     """Leaves the cases that the untouched model can run, and gives one answer for."""
     steady = []
-    for case in runs:
+    for case in chosen:
         model.train(case.training)
         try:
-            first = learn(model, runs[case])
+            batch = draw(model, case)
+            first = learn(model, batch)
             if any(value.isfinite().any() for value in first.values()) or case.name == "labels ignored":
-                seeds_agree = not case.narrow or same(first, learn(model, runs[case], seed=1))
+                seeds_agree = not case.narrow or same(first, learn(model, batch, seed=1))
                 reason = "" if seeds_agree else "it is random"
             else:
                 reason = "nothing is finite"
@@ -302,7 +336,7 @@ def _drop_unsteady(model: PreTrainedModel, runs: dict[Case, Batch], result: Resu
             result.dropped.append(f"{case.name}, {'train' if case.training else 'eval'}: {reason}"[:200])
         else:
             steady.append(case)
-    random = [case.training for case in runs if case.narrow and case not in steady]
+    random = [case.training for case in chosen if case.narrow and case not in steady]
     model.zero_grad()
     return [case for case in steady if case.training not in random]
 
@@ -335,25 +369,37 @@ def _describe_share(model: nn.Module, result: Result) -> None:
 
 
 def _compare(
-    case: Case, batch: Batch, models: tuple[nn.Module, nn.Module, nn.Module], result: Result, autocast: bool = False
+    case: Case,
+    draw: DrawCase,
+    models: tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel],
+    result: Result,
+    autocast: bool = False,
 ) -> None:
+    """Ours, the untouched model, and the exact one. What looks wrong is looked at again with more batches, as one: a
+    fault stays, while chance, as in a ReLU that turns, does not."""
     ours, plain, exact = (model.train(case.training) for model in models)
     dtype = torch.bfloat16 if autocast else next(plain.parameters()).dtype
     where = f"{case.name}, {'train' if case.training else 'eval'}, {'autocast' if autocast else str(dtype)[6:]}"
-    try:
-        expected = learn(plain, batch, autocast)
-        reference = learn(exact, batch)
-    except Exception as error:
-        result.dropped.append(f"{where}: {_describe(error)}"[:200])
-        return
-    try:
-        found = learn(ours, batch, autocast)
-    except Exception as error:
-        result.blame("raises when called", f"{where}: {_describe(error)}")
-        return
-    result.tried += 1
     floor = FLOORS[dtype] * (10 if exact is plain else 1)
-    problems = judge(found, expected, reference, floor)
+    runs: list[tuple[dict[str, Tensor], ...]] = []
+    problems: list[str] = []
+    for seed in range(SEEDS):
+        batch = draw(plain, case, seed)
+        try:
+            expected, reference = learn(plain, batch, autocast), learn(exact, batch)
+        except Exception as error:
+            result.dropped.append(f"{where}: {_describe(error)}"[:200])
+            return
+        try:
+            runs.append((learn(ours, batch, autocast), expected, reference))
+        except Exception as error:
+            result.blame("raises when called", f"{where}: {_describe(error)}")
+            return
+        if seed in (0, SEEDS - 1):
+            problems = judge(*map(pool, zip(*runs, strict=True)), floor)
+        if not problems:
+            break
+    result.tried += 1
     if problems:
         result.blame("wrong", f"{where}: {'; '.join(problems[:3])} ({len(problems)} in all)")
 

@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 VOCAB, CLASSES, WIDTH, HEADS, INNER, POSITIONS = 99, 5, 32, 4, 48, 64
 ROWS, LENGTH, TARGETS = 3, 9, 7
+GRID = 4  # patches of an image, in each direction
 PADDING, OTHER_PADDING = 1, 5
 FIRST_TOKEN, LAST_TOKEN = 10, 60  # words; special tokens lie around them
 IGNORE = -100
@@ -90,6 +92,7 @@ def _patch(value: Any) -> Any:
 SIZES: list[tuple[str, Callable[[Any], Any]]] = [  # names of sizes, and what becomes of them; the first that fits
     (r"chunk_size_feed_forward", lambda v: v),
     (r"(attention_)?chunk_size|attention_chunk_size|sliding_window(_size)?|local_attention|attention_window", _at_most(6)),
+    (r"deepstack_visual_indexes|fullatt_block_indexes|global_attn_indexes|full_attn_idxs|full_attention_indexes", lambda v: [1]),
     (r"mrope_section", lambda v: [2, 1, 1]),
     (r"num_(feat_extract|conv)_layers", _at_most(2)),
     (r"conv_(dim|kernel|stride)", lambda v: v if isinstance(v, int) else {True: [16, 16]}.get(v[0] > 20, [3, 3] if v[0] > 5 else [2, 2])),
@@ -116,7 +119,7 @@ SIZES: list[tuple[str, Callable[[Any], Any]]] = [  # names of sizes, and what be
     (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_length|seq_length|max_seq_length|original_max_position_embeddings|context_length|max_text_len)", _at_most(POSITIONS)),
     (r"(.*_)?image_size|input_size|pretrain_image_size|crop_size|img_size", _image),
     (r"(.*_)?patch_size", _patch),
-    (r"window_size", lambda v: _at_most(4)(v)),
+    (r"window_size", lambda v: 32 if isinstance(v, int) and v >= 64 else _at_most(4)(v)),  # of pixels, or of patches
     (r"(num|n)_(local_|routed_|total_)?experts|moe_num_experts|n_routed_experts", _at_most(4)),
     (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k|num_selected_experts|moe_top_k|router_top_k|index_topk", _at_most(2)),
     (r"n_group|topk_group|num_expert_group", lambda v: 1),
@@ -146,6 +149,8 @@ def shrink(name: str, value: Any) -> Any:
         return 0.0
     if isinstance(value, bool) or value is None:
         return value
+    if isinstance(value, dict) and name.startswith("rope_"):
+        return {inner: shrink(inner, v) for inner, v in value.items()}
     if KINDS.fullmatch(name) and isinstance(value, list) and len(value) > 2:
         return value[-2:]  # kinds of layers: the last two of a pattern differ where any do
     numbers = value if isinstance(value, list | tuple) else [value]
@@ -165,7 +170,8 @@ def tiny_config(kind: Any, tokens: dict[int, int] | None = None, given: dict[str
     known = _arguments(kind)
     made: dict[str, Any] = {}
     for name, value in values.items():
-        if name in ("model_type", "transformers_version", "architectures", "id2label", "label2id", "num_labels", "dtype"):
+        if name in ("model_type", "transformers_version", "architectures", "id2label", "label2id", "num_labels", "dtype",
+                    "out_features", "out_indices", "stage_names"):
             continue
         inner = getattr(default, name, None)
         if hasattr(inner, "to_dict"):
@@ -176,6 +182,8 @@ def tiny_config(kind: Any, tokens: dict[int, int] | None = None, given: dict[str
         made["pad_token_id"] = PADDING
     if "apply_spec_augment" in made:
         made["apply_spec_augment"] = False
+    if isinstance(made.get("rope_parameters"), dict) and _mentions(kind, "mrope_section"):
+        made["rope_parameters"] = made["rope_parameters"] | {"mrope_section": [2, 1, 1]}
     made |= OVERRIDES.get(kind.__name__, {})
     if "num_labels" in known or not any(hasattr(v, "to_dict") for v in made.values()):
         made["num_labels"] = CLASSES
@@ -197,6 +205,13 @@ def _arguments(kind: Any) -> Any:
     return names
 
 
+@cache
+def _mentions(kind: Any, word: str) -> bool:
+    """Whether the models of a configuration do."""
+    folder = Path(inspect.getfile(kind)).parent
+    return any(word in path.read_text() for path in folder.glob("modeling_*.py"))
+
+
 def _own(config: Any) -> dict[str, Any]:
     return {k: v for k, v in config.to_dict().items() if k not in ("model_type", "transformers_version")}
 
@@ -215,7 +230,7 @@ def _token(name: str, value: Any, tokens: dict[int, int]) -> Any:
 LARGEST = 20_000_000  # parameters
 
 
-def build(name: str, family: str) -> PreTrainedModel:
+def build(name: str, family: str, outliers: bool = True) -> PreTrainedModel:
     """In fp32 and training mode, without anything random."""
     kind = find_class(name, family)
     config = tiny_config(kind.config_class)
@@ -228,7 +243,7 @@ def build(name: str, family: str) -> PreTrainedModel:
         raise ValueError(f"its tiny form has {size / 1e6:.0f} million parameters")
     torch.manual_seed(0)
     model = kind(config)
-    scatter(model)
+    scatter(model, outliers)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -236,18 +251,20 @@ def build(name: str, family: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def scatter(model: nn.Module) -> None:
-    """Weights as far from their first values as training takes them, in values that bf16 holds."""
+def scatter(model: nn.Module, outliers: bool = True) -> None:
+    """Weights in values that bf16 holds: as far from their first values as training takes them, or near to those. What
+    a wrong exchange does to a part of a model shows in the one or in the other."""
     for i, (name, parameter) in enumerate(model.named_parameters()):
         if not parameter.is_floating_point():
             continue
-        generator = torch.Generator().manual_seed(i)
-        noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim < 2:
-            centre = float(parameter.float().mean()) if parameter.numel() else 0.0
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+        if not outliers:
+            parameter.add_(0.05 * noise)
+        elif parameter.ndim < 2:
+            is_scale = bool(parameter.numel()) and float(parameter.mean()) > 0.5
             parameter.add_(0.1 * noise)
             if name.endswith("weight") and parameter.numel() > 3:  # of a norm: x w, or x (1 + w)
-                parameter[3] = 5.0 if centre > 0.5 else 4.0
+                parameter[3] = 5.0 if is_scale else 7.0
         else:
             parameter.add_(noise * 0.5 / max(parameter[0].numel(), 1) ** 0.5)
         parameter.copy_(parameter.bfloat16())
@@ -273,6 +290,8 @@ class Form:
     """How a model wants its inputs."""
 
     pixels: tuple[int, ...] | None = None  # their shape behind the rows
+    grid: bool = False  # whether they are patches of GRID x GRID, those of all rows one after the other
+    patches: bool = False  # whether they are such patches in rows, with a mask
     image_tokens: int = 0  # in each row
     sound: tuple[int, ...] | None = None
     text: bool = True
@@ -313,6 +332,13 @@ def forms(model: nn.Module) -> Iterator[Form]:
     text = "input_ids" in names
     start = Form(text=text, labels=labels, decoder="decoder_input_ids" in names)
     pictures: list[Form] = []
+    if {"image_grid_thw", "grid_thw"} & set(names):
+        merge = _find(model.config, "spatial_merge_size") or 1
+        pictures.append(replace(start, grid=True, image_tokens=GRID**2 // merge**2 if text else 0))
+        if pictures[0].image_tokens and merge > 1:
+            pictures.append(replace(start, grid=True, image_tokens=GRID**2))
+    if "spatial_shapes" in names:
+        pictures.append(replace(start, patches=True))
     if "pixel_values" in reads:
         for shape in _image_shapes(model):
             pictures.append(replace(start, pixels=shape))
@@ -384,8 +410,9 @@ def draw_batch(model: Any, form: Form, draw: Draw = Draw(), seed: int = 0) -> Ba
         if "bbox" in names:
             corner = torch.randint(0, 500, (*real.shape, 2), generator=generator)
             batch["bbox"] = torch.cat([corner, corner + 100], -1)
-    if form.pixels is not None:
-        batch["pixel_values"] = torch.randn(ROWS, *form.pixels, generator=generator)
+    batch |= _draw_pixels(model, form, generator)
+    if form.image_tokens and "mm_token_type_ids" in names:
+        batch["mm_token_type_ids"] = (batch["input_ids"] == _image_token(model)).int()
     if form.sound is not None:
         name = "input_values" if "input_values" in names else "input_features"
         batch[name] = torch.randn(ROWS, *form.sound, generator=generator)
@@ -403,7 +430,28 @@ def draw_batch(model: Any, form: Form, draw: Draw = Draw(), seed: int = 0) -> Ba
                 batch[name] = torch.stack([batch[name], batch[name].roll(1, 0)], 1)
     if "use_cache" in names or "kwargs" in names and form.text and _find(model.config, "use_cache") is not None:
         batch["use_cache"] = False
-    return batch | dict(draw.options)
+    numbers = {k: v.bfloat16().float() for k, v in batch.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return batch | numbers | dict(draw.options)
+
+
+def _draw_pixels(model: Any, form: Form, generator: torch.Generator) -> Batch:
+    names = signature(model)
+    if form.grid or form.patches:
+        channels = next((n for n in (_find(model.config, k) for k in ("in_channels", "num_channels")) if n), 3)
+        patch, frames = _find(model.config, "patch_size"), (_find(model.config, "temporal_patch_size") or 1)
+        width = channels * patch**2 * (frames if form.grid else 1)
+        pixels = torch.randn(ROWS, GRID**2, width, generator=generator)
+        if form.patches:
+            shapes = torch.tensor([[GRID, GRID]] * ROWS)
+            mask = {n: torch.ones(ROWS, GRID**2).long() for n in ("pixel_attention_mask",) if n in names}
+            mask |= {n: mask["pixel_attention_mask"] for n in ("attention_mask",) if n in names and not form.text and mask}
+            return {"pixel_values": pixels, "spatial_shapes": shapes} | mask
+        pixel_name = "pixel_values" if "pixel_values" in names else "hidden_states"
+        grid_name = "image_grid_thw" if "image_grid_thw" in names else "grid_thw"
+        return {pixel_name: pixels.flatten(0, 1), grid_name: torch.tensor([[1, GRID, GRID]] * ROWS)}
+    if form.pixels is not None:
+        return {"pixel_values": torch.randn(ROWS, *form.pixels, generator=generator)}
+    return {}
 
 
 def _end_rows(ids: Tensor, real: Tensor, eos: Any) -> None:
