@@ -431,13 +431,15 @@ def _describe(error: BaseException) -> str:
 # All classes, each in a process of its own
 
 
-def sweep(chosen: Sequence[tuple[str, str]], jobs: int, limit: float, show: bool = True) -> list[Result]:
+def sweep(
+    chosen: Sequence[tuple[str, str]], jobs: int, limit: float, save: Callable[[list[Result]], None]
+) -> list[Result]:
     """Children are forked, so that they need not import transformers again; nothing has run here before."""
     results: list[Result] = []
     waiting, running = list(reversed(chosen)), list[_Child]()
     bar = Progress(
         TextColumn("{task.description:40.40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TimeRemainingColumn(), auto_refresh=False, disable=not show,
+        TimeRemainingColumn(), auto_refresh=False,
     )  # fmt: skip
     with bar:
         task = bar.add_task("", total=len(chosen))
@@ -447,8 +449,10 @@ def sweep(chosen: Sequence[tuple[str, str]], jobs: int, limit: float, show: bool
             wait([child.pipe for child in running], timeout=0.5)
             for child in running:
                 child.read()
-            results += [child.last for child in running if child.is_over()]
-            running = [child for child in running if not child.is_over()]
+            if any(child.over for child in running):
+                results += [child.last for child in running if child.over]
+                running = [child for child in running if not child.over]
+                save(results)
             counts = Counter(result.result for result in results)
             bad = sum(counts[fault] for fault in FAULTS)
             at = ", ".join(child.last.name for child in running)
@@ -497,10 +501,6 @@ class _Child:
         else:
             self.last.blame("hangs or crashes", what)
         self.over = True
-
-    def is_over(self) -> bool:
-        return self.over
-
 
 def _work(name: str, family: str, pipe: Connection) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
@@ -562,13 +562,17 @@ def main(
         for name, family in sorted(known.items(), key=lambda item: (item[1], item[0]))
         if not any(wanted) or family in wanted[0] or name in wanted[1]
     ]
-    results = sweep(chosen, jobs, limit)
+    results = sweep(chosen, jobs, limit, partial(save, out))
     show_results(results, Console())
-    if out is not None:
+    save(out, results)
+    sys.exit(1 if any(result.faults for result in results) else 0)
+
+
+def save(path: Path | None, results: Sequence[Result]) -> None:
+    if path is not None:
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         rows = [{"result": result.result, **asdict(result)} for result in results]
-        out.write_text(json.dumps({"versions": versions, "summary": summarise(results), "classes": rows}, indent=1))
-    sys.exit(1 if any(result.faults for result in results) else 0)
+        path.write_text(json.dumps({"versions": versions, "summary": summarise(results), "classes": rows}, indent=1))
 
 
 def prepare() -> None:
