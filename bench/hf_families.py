@@ -127,29 +127,32 @@ def _mix(outputs: Iterable[Tensor]) -> Tensor:
 # Comparing runs
 
 
-def judge(ours: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], floor: float) -> list[str]:
-    """Where ours is not as near to the exact result as the untouched model is, up to a factor of two and a floor."""
-    problems = [f"{name}: not there" for name in plain.keys() - ours.keys()]
-    problems += [f"{name}: not there in the untouched model" for name in ours.keys() - plain.keys()]
+def judge(
+    ours: dict[str, Tensor], plain: Sequence[dict[str, Tensor]], exact: dict[str, Tensor], floor: float
+) -> list[str]:
+    """Where ours is not as near to the exact result as the farthest of the untouched runs is, up to a factor of two and
+    a floor. A gradient, or an output, that is nearly zero counts by the size of the largest."""
+    first = plain[0]
+    problems = [f"{name}: not there" for name in first.keys() - ours.keys()]
+    problems += [f"{name}: not there in the untouched model" for name in ours.keys() - first.keys()]
     sizes = {name: float(value.double().nan_to_num(0, 0, 0).norm()) for name, value in exact.items()}
     least = {
         kind: 1e-2 * max([size for name, size in sizes.items() if name.startswith("grad ") == kind], default=0.0)
         for kind in (False, True)
     }
-    undefined = "loss" in plain and not bool(plain["loss"].isfinite().all())  # then gradients are, too
-    for name in plain.keys() & ours.keys() & exact.keys():
-        a, b, c = ours[name], plain[name], exact[name]
+    undefined = "loss" in first and not bool(first["loss"].isfinite().all())  # then gradients are, too
+    for name in first.keys() & ours.keys() & exact.keys():
+        found, expected, right = ours[name], first[name], exact[name].double()
         is_gradient = name.startswith("grad ")
-        if a.shape != b.shape:
-            problems.append(f"{name}: {list(a.shape)}, untouched {list(b.shape)}")
-        elif a.dtype != b.dtype and name != "loss":  # which is fp32 where it is computed without logits
-            problems.append(f"{name}: {a.dtype}, untouched {b.dtype}")
-        elif not bool(b.isfinite().all()):
-            if bool(a.isfinite().all()) and not is_gradient:
+        if found.shape != expected.shape:
+            problems.append(f"{name}: {list(found.shape)}, untouched {list(expected.shape)}")
+        elif not bool(expected.isfinite().all()):
+            if bool(found.isfinite().all()) and not is_gradient:
                 problems.append(f"{name}: finite, untouched not")
-        elif not (is_gradient and undefined) and c.shape == b.shape:
+        elif not (is_gradient and undefined) and right.shape == expected.shape:
             size = max(sizes[name], least[is_gradient] if name != "loss" else 0.0, 1e-30)
-            error, theirs = (float((x.double() - c.double()).norm()) / size for x in (a, b))
+            error = float((found.double() - right).norm()) / size
+            theirs = max(float((run[name].double() - right).norm()) / size for run in plain if name in run)
             if not error <= 2 * theirs + floor:
                 problems.append(f"{name}: off by {error:.2g}, untouched {theirs:.2g}")
     return sorted(problems, key=lambda p: (p.startswith("grad "), p))
@@ -167,23 +170,35 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n].nan_to_num(), b[n].nan_to_num()) for n in a)
 
 
-Snapshot = dict[str, Any]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+Snapshot = dict[str, dict[str, Any]]  # by module, and by what is looked at
 
 
 def take_snapshot(model: nn.Module) -> Snapshot:
     """What `accelerate` may change of each module, and `restore` must give back."""
-    found: Snapshot = {"state": tuple(model.state_dict())}
+    found: Snapshot = {"state dict": {"keys": tuple(model.state_dict())}}
     for name, module in model.named_modules():
-        hooks = tuple((kind, tuple(getattr(module, kind))) for kind in HOOKS)
-        config = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        found[name] = type(module), frozenset(vars(module)), hooks, module.training, config
+        found[name or "the model"] = {
+            "class": type(module),
+            "attributes": frozenset(vars(module)),
+            "hooks": tuple((kind, tuple(getattr(module, kind))) for kind in HOOKS),
+            "mode": module.training,
+            "attention": getattr(getattr(module, "config", None), "_attn_implementation", None),
+        }
     return found
 
 
 def compare_snapshots(now: Snapshot, before: Snapshot) -> list[str]:
-    names = [name for name in before.keys() | now.keys() if now.get(name) != before.get(name)]
-    return [f"{name or '(the model)'} is not what it was" for name in sorted(names)[:3]]
+    """The first three changes."""
+    changes = []
+    for name in before.keys() | now.keys():
+        old, new = before.get(name, {}), now.get(name, {})
+        for what in [what for what in old.keys() | new.keys() if old.get(what) != new.get(what)]:
+            values = old.get(what), new.get(what)
+            if all(isinstance(value, frozenset) for value in values):
+                values = sorted(values[0] - values[1]), sorted(values[1] - values[0])
+            changes.append(f"{what} of {name}: {values[0]} is now {values[1]}")
+    return sorted(changes)[:3]
 
 
 # All cases of a class
@@ -226,6 +241,7 @@ class Result:
     share: str = ""  # how much was accelerated: full, partly, untouched
     left: list[str] = field(default_factory=list)  # roles that were found and stay as they are
     form: str = ""
+    dtypes: list[str] = field(default_factory=list)  # outputs that have another one than those of the untouched model
     tried: int = 0  # cases that count
     dropped: list[str] = field(default_factory=list)  # those that do not
     seconds: float = 0.0
@@ -235,6 +251,12 @@ class Result:
     def result(self) -> str:
         found = [fault for fault in FAULTS if fault in self.faults]
         return "not tried" if self.reason else found[0] if found else "equal"
+
+    def note_dtypes(self, where: str, ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+        """The loss is fp32 where it is computed without logits; that is not noted."""
+        for name in plain.keys() & ours.keys() - {"loss"}:
+            if ours[name].dtype != plain[name].dtype:
+                self.dtypes.append(f"{where}: {name} is {ours[name].dtype}, untouched {plain[name].dtype}")
 
     def blame(self, fault: str, what: str) -> None:
         self.faults.setdefault(fault, []).append(what[:300])
@@ -263,17 +285,54 @@ def check_class(name: str, family: str, tell: Callable[[Result], None] = lambda 
     return result
 
 
+class Untouched:
+    """A model as transformers made it, in some precision, and its runs, which are needed more than once."""
+
+    def __init__(self, model: PreTrainedModel, form: Form) -> None:
+        self.model, self.form = model, form
+        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.runs: dict[Any, dict[str, Tensor]] = {}
+
+    def draw(self, case: Case, seed: int = 0) -> Batch:
+        return draw_batch(self.model, self.form, case.draw, seed)
+
+    def learn(self, case: Case, seed: int = 0, autocast: bool = False) -> dict[str, Tensor]:
+        key = case, seed, autocast
+        if key not in self.runs:
+            self.runs[key] = learn(self.model.train(case.training), self.draw(case, seed), autocast)
+            self._forget()
+        return self.runs[key]
+
+    def _forget(self) -> None:
+        """Statistics of batches, for instance."""
+        for name, buffer in self.model.named_buffers():
+            if name in self.buffers and self.buffers[name].shape == buffer.shape:
+                buffer.copy_(self.buffers[name])
+
+    def nudged(self, seed: int, dtype: torch.dtype) -> Untouched:
+        """With weights that are off by about a rounding: where its results then are, chance may take them."""
+        model = copy.deepcopy(self.model)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    noise = torch.randn(parameter.shape, generator=generator) * torch.finfo(dtype).eps / 2
+                    parameter.mul_((1 + noise).to(parameter.dtype) if parameter.dtype != dtype else 1 + noise.to(dtype))
+        return Untouched(model, self.form)
+
+
 def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Callable[[str], None]) -> None:
     enter("running the untouched model")
-    chosen = cases(model, form)
-    draw = partial(_draw, form)
-    steady = _drop_unsteady(model, chosen, draw, result)
+    plain = Untouched(copy.deepcopy(model), form)
+    steady = _drop_unsteady(plain, cases(model, form), result)
     if not steady:
         return
-    plain = copy.deepcopy(model)
+    for case in [case for case in steady if case.narrow or case.draw.options]:
+        learn(model.train(case.training), plain.draw(case))  # what it keeps for itself is there before it is looked at
+    model.load_state_dict(plain.model.state_dict())
+    exact = Untouched(copy.deepcopy(plain.model).double(), form)
     try:
-        exact = copy.deepcopy(plain).double()
-        learn(exact.train(steady[0].training), draw(exact, steady[0]))
+        exact.learn(steady[0])
     except Exception:
         exact = plain  # a model that is fp32 in some place whatever it is told
     enter("accelerate in fp32")
@@ -283,52 +342,38 @@ def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Call
         for case in steady:
             enter(f"{case.name}, {'train' if case.training else 'eval'}")
             for autocast in (False, True) if case.narrow else (False,):
-                _compare(case, draw, (ours, plain, exact), result, autocast)
+                _compare(case, ours, plain, exact, result, autocast)
         enter("restore")
-        _check_restore(ours, plain, draw(plain, steady[0]), result)
+        _check_restore(ours, plain, steady[0], result)
     both = [case for case in steady if case.narrow]
-    _compare_narrow(plain, exact, both, draw, result, enter)
-    for model in dict.fromkeys((plain, exact)):
-        model.load_state_dict(build(result.name, result.family, outliers=False).state_dict())
-    _compare_narrow(plain, exact, both, draw, result, enter)
+    _compare_narrow(plain, exact, both, result, enter)
+    mild = build(result.name, result.family, outliers=False)
+    mild_exact = Untouched(mild.double(), form) if exact is not plain else Untouched(mild, form)
+    mild_plain = Untouched(copy.deepcopy(mild).float(), form)
+    _compare_narrow(mild_plain, mild_exact, both, result, enter)
 
 
 def _compare_narrow(
-    plain: PreTrainedModel,
-    exact: PreTrainedModel,
-    chosen: list[Case],
-    draw: DrawCase,
-    result: Result,
-    enter: Callable[[str], None],
+    wide: Untouched, exact: Untouched, chosen: list[Case], result: Result, enter: Callable[[str], None]
 ) -> None:
     """With weights in bf16."""
     enter("bf16")
-    narrow = copy.deepcopy(plain).bfloat16()
-    ours = _accelerate(copy.deepcopy(narrow), narrow, result, "bf16")
+    plain = Untouched(copy.deepcopy(wide.model).bfloat16(), wide.form)
+    ours = _accelerate(copy.deepcopy(plain.model), plain, result, "bf16")
     for case in chosen if ours is not None else ():
         enter(f"bf16, {'train' if case.training else 'eval'}")
-        _compare(case, draw, (ours, narrow, exact), result)
+        _compare(case, ours, plain, exact, result)
 
 
-DrawCase = Callable[..., Batch]  # of a model, a case and a seed
-
-
-def _draw(form: Form, model: PreTrainedModel, case: Case, seed: int = 0) -> Batch:
-    return draw_batch(model, form, case.draw, seed)
-
-
-def _drop_unsteady(model: PreTrainedModel, chosen: list[Case], draw: DrawCase, result: Result) -> list[Case]:
+def _drop_unsteady(plain: Untouched, chosen: list[Case], result: Result) -> list[Case]:
     """Leaves the cases that the untouched model can run, and gives one answer for."""
     steady = []
     for case in chosen:
-        model.train(case.training)
         try:
-            batch = draw(model, case)
-            first = learn(model, batch)
-            if any(value.isfinite().any() for value in first.values()) or case.name == "labels ignored":
-                seeds_agree = not case.narrow or same(first, learn(model, batch, seed=1))
-                reason = "" if seeds_agree else "it is random"
-            else:
+            first, reason = plain.learn(case), ""
+            if case.narrow and not same(first, learn(plain.model, plain.draw(case), seed=1)):
+                reason = "it is random"
+            elif not any(value.isfinite().any() for value in first.values()) and case.name != "labels ignored":
                 reason = "nothing is finite"
         except Exception as error:
             reason = _describe(error)
@@ -337,14 +382,13 @@ def _drop_unsteady(model: PreTrainedModel, chosen: list[Case], draw: DrawCase, r
         else:
             steady.append(case)
     random = [case.training for case in chosen if case.narrow and case not in steady]
-    model.zero_grad()
     return [case for case in steady if case.training not in random]
 
 
-def _accelerate(model: PreTrainedModel, plain: PreTrainedModel, result: Result, precision: str) -> Any:
+def _accelerate(model: PreTrainedModel, plain: Untouched, result: Result, precision: str) -> Any:
     """The model, accelerated, or None."""
     model.train()
-    before, state = take_snapshot(model), plain.state_dict()
+    before, state = take_snapshot(model), {name: value.clone() for name, value in model.state_dict().items()}
     try:
         stretto.accelerate(model)
     except Exception as error:
@@ -369,42 +413,40 @@ def _describe_share(model: nn.Module, result: Result) -> None:
 
 
 def _compare(
-    case: Case,
-    draw: DrawCase,
-    models: tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel],
-    result: Result,
-    autocast: bool = False,
+    case: Case, ours: PreTrainedModel, plain: Untouched, exact: Untouched, result: Result, autocast: bool = False
 ) -> None:
-    """Ours, the untouched model, and the exact one. What looks wrong is looked at again with more batches, as one: a
-    fault stays, while chance, as in a ReLU that turns, does not."""
-    ours, plain, exact = (model.train(case.training) for model in models)
-    dtype = torch.bfloat16 if autocast else next(plain.parameters()).dtype
+    """What looks wrong is looked at again: with more batches, as one, and against runs of the untouched model whose
+    weights are off by a rounding. A fault stays, while chance, as in a token that is routed elsewhere, does not."""
+    dtype = torch.bfloat16 if autocast else next(ours.parameters()).dtype
     where = f"{case.name}, {'train' if case.training else 'eval'}, {'autocast' if autocast else str(dtype)[6:]}"
-    floor = FLOORS[dtype] * (10 if exact is plain else 1)
-    runs: list[tuple[dict[str, Tensor], ...]] = []
+    floor = FLOORS[dtype] * (10 if exact.model.dtype == plain.model.dtype else 1)
+    chances: list[Untouched] = []
+    runs: list[dict[str, Tensor]] = []
     problems: list[str] = []
-    for seed in range(SEEDS):
-        batch = draw(plain, case, seed)
+    for seeds in (1, SEEDS):
         try:
-            expected, reference = learn(plain, batch, autocast), learn(exact, batch)
+            expected = [pool([one.learn(case, s, autocast) for s in range(seeds)]) for one in (plain, *chances)]
+            reference = pool([exact.learn(case, s) for s in range(seeds)])
         except Exception as error:
             result.dropped.append(f"{where}: {_describe(error)}"[:200])
             return
         try:
-            runs.append((learn(ours, batch, autocast), expected, reference))
+            runs += [learn(ours.train(case.training), plain.draw(case, s), autocast) for s in range(len(runs), seeds)]
         except Exception as error:
             result.blame("raises when called", f"{where}: {_describe(error)}")
             return
-        if seed in (0, SEEDS - 1):
-            problems = judge(*map(pool, zip(*runs, strict=True)), floor)
+        if seeds == 1:
+            result.note_dtypes(where, runs[0], expected[0])
+        problems = judge(pool(runs), expected, reference, floor)
         if not problems:
             break
+        chances = [plain.nudged(seed, dtype) for seed in range(3)]
     result.tried += 1
     if problems:
         result.blame("wrong", f"{where}: {'; '.join(problems[:3])} ({len(problems)} in all)")
 
 
-def _check_restore(ours: PreTrainedModel, plain: PreTrainedModel, batch: Batch, result: Result) -> None:
+def _check_restore(ours: PreTrainedModel, plain: Untouched, case: Case, result: Result) -> None:
     before: Snapshot = ours._families_before  # type: ignore[assignment]
     del ours._families_before
     try:
@@ -414,8 +456,9 @@ def _check_restore(ours: PreTrainedModel, plain: PreTrainedModel, batch: Batch, 
         return
     for change in compare_snapshots(take_snapshot(ours), before):
         result.blame("half exchanged", f"after restore: {change}")
-    ours.load_state_dict(plain.state_dict())  # what batches in training left there
-    if not same(learn(ours.eval(), batch), learn(plain.eval(), batch)):
+    ours.load_state_dict(plain.model.state_dict())  # what batches in training left there
+    batch = plain.draw(case)
+    if not same(learn(ours.eval(), batch), learn(plain.model.eval(), batch)):
         result.blame("half exchanged", "after restore: another result")
 
 
@@ -523,6 +566,7 @@ def summarise(results: Sequence[Result]) -> dict[str, Any]:
         "families": len({result.family for result in tried}),
         "cases": sum(result.tried for result in tried),
         "results": {name: counts[name] for name in RESULTS},
+        "other dtypes": sum(bool(result.dtypes) for result in tried),
         "accelerated": {name: shares[name] for name in ("full", "partly", "untouched")},
     }
 
@@ -541,6 +585,7 @@ def show_results(results: Sequence[Result], console: Console) -> None:
     if worst.row_count:
         console.print(worst)
     console.print(table)
+    console.print(f"{summary['other dtypes']} classes have outputs of another dtype")
     console.print(f"{summary['cases']} cases compared; transformers {transformers.__version__}, torch {torch.__version__}")
 
 
@@ -562,6 +607,9 @@ def main(
         for name, family in sorted(known.items(), key=lambda item: (item[1], item[0]))
         if not any(wanted) or family in wanted[0] or name in wanted[1]
     ]
+    order = Counter[str]()
+    turns = {name: (order.update([family]), order[family])[1] for name, family in chosen}
+    chosen.sort(key=lambda item: turns[item[0]])  # one class of each family, then the second ones
     results = sweep(chosen, jobs, limit, partial(save, out))
     show_results(results, Console())
     save(out, results)
