@@ -1,0 +1,599 @@
+"""Tiny models of every class that transformers exports, and batches for them. Nothing is downloaded.
+
+A configuration is its class's own default with every size made small by what its name means (`shrink`); a few families
+need a word more (`OVERRIDES`). Weights are random and far from what initialisation gives: norms have an outlier
+channel, biases are not zero, and every value is representable in bf16. What a model reads is drawn from the signature
+of its `forward`; `find_form` tries the few shapes that images and sound come in until the model takes one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+VOCAB, CLASSES, WIDTH, HEADS, INNER, POSITIONS = 99, 5, 32, 4, 48, 64
+ROWS, LENGTH, TARGETS = 3, 9, 7
+GRID = 4  # patches of an image, in each direction
+PADDING, OTHER_PADDING = 1, 5
+FIRST_TOKEN, LAST_TOKEN = 10, 60  # words; special tokens lie around them
+IGNORE = -100
+Batch = dict[str, Any]
+
+
+# Which classes there are
+
+
+def model_classes() -> dict[str, str]:
+    """Every class of a model that can be called, and its family: the folder it is in."""
+    found: dict[str, str] = {}
+    folder = Path(transformers.__file__).parent / "models"
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        family = path.parent.name
+        if family in ("auto", "timm_wrapper", "timm_backbone"):
+            continue
+        try:
+            module = importlib.import_module(f"transformers.models.{family}.{path.stem}")
+        except ImportError:
+            continue  # it needs a package that is not here
+        for name in getattr(module, "__all__", ()):
+            kind = getattr(module, name, None)
+            if inspect.isclass(kind) and issubclass(kind, PreTrainedModel) and not name.endswith("PreTrainedModel"):
+                found[name] = family
+    return found
+
+
+def find_class(name: str, family: str) -> type[PreTrainedModel]:
+    folder = Path(transformers.__file__).parent / "models" / family
+    for path in sorted(folder.glob("modeling_*.py")):
+        module = importlib.import_module(f"transformers.models.{family}.{path.stem}")
+        if name in getattr(module, "__all__", ()):
+            return getattr(module, name)
+    raise LookupError(f"transformers has no {name} in models/{family}")
+
+
+# Tiny configurations
+
+
+def _lists(sizes: list[int]) -> Callable[[Any], Any]:
+    """For a value of each stage: growing ones where the original grows, else the same for all."""
+
+    def choose(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            same = len(set(map(str, value))) == 1
+            return [sizes[0] if same else sizes[min(i, len(sizes) - 1)] for i in range(len(value))]
+        return sizes[-1]
+
+    return choose
+
+
+def _at_most(size: int) -> Callable[[Any], Any]:
+    return lambda value: [min(v, size) for v in value] if isinstance(value, list | tuple) else min(value, size)
+
+
+def _image(value: Any) -> Any:
+    return [32] * len(value) if isinstance(value, list | tuple) else 32
+
+
+def _patch(value: Any) -> Any:
+    return [min(v, 8) for v in value] if isinstance(value, list | tuple) else min(value, 8)
+
+
+SIZES: list[tuple[str, Callable[[Any], Any]]] = [  # names of sizes, and what becomes of them; the first that fits
+    (r"chunk_size_feed_forward", lambda v: v),
+    (r"(attention_)?chunk_size|attention_chunk_size|sliding_window(_size)?|local_attention|attention_window", _at_most(6)),
+    (r"deepstack_visual_indexes|fullatt_block_indexes|global_attn_indexes|full_attn_idxs|full_attention_indexes", lambda v: [1]),
+    (r"mrope_section", lambda v: [2, 1, 1]),
+    (r"num_(feat_extract|conv)_layers", _at_most(2)),
+    (r"conv_(dim|kernel|stride)", lambda v: v if isinstance(v, int) else {True: [16, 16]}.get(v[0] > 20, [3, 3] if v[0] > 5 else [2, 2])),
+    (r"num_conv_pos_embeddings", lambda v: 8),
+    (r"num_conv_pos_embedding_groups", lambda v: 2),
+    (r"num_nextn_predict_layers|first_k_dense_replace|num_adapter_layers", _at_most(1)),
+    (r"depths|layers_per_stage|stage_num_blocks", _lists([1])),
+    (r"(.*_)?(layers|blocks)|n_layers?|(.*_)?depth|num_.*_layers", lambda v: [1] * len(v) if isinstance(v, list) else min(v, 2)),
+    (r"num_(key_value|kv)_heads|n_kv_heads?|num_key_value_groups|num_global_key_value_heads|swa_num_key_value_heads", lambda v: min(v, 2) if isinstance(v, int) else v),
+    (r"mamba_(n|num)_heads|linear_num_.*_heads", lambda v: 4),
+    (r"(.*_)?(num_)?(attention_|attn_)?heads?|n_heads?|num_.*_heads|(.*_)?n_heads?", lambda v: min(v, HEADS) if isinstance(v, int) else _lists([2, 4, 8, 16])(v)),
+    (r"(q|kv|o)_lora_rank", _at_most(16)),
+    (r"rotary_dim", _at_most(4)),
+    (r"(.*_)?(head_dim|dim_head|head_size)|d_kv|d_head|kv_channels|attention_head_dim|linear_(key|value)_head_dim|mamba_(d_head|head_dim)", _at_most(8)),
+    (r"(.*_)?(d_state|state_size|ssm_state_size)", _at_most(8)),
+    (r"hidden_sizes|neck_hidden_sizes|embed_dims?|encoder_hidden_sizes|dims|num_channels_list|channels", _lists([16, 32, 64, 128])),
+    (r"(.*_)?(intermediate|ffn|feedforward|feed_forward|mlp|ff)_?(size|dim|hidden_size)?s?|n_inner|d_ff|d_inner|dim_feedforward|(.*_)?ffn_dim", lambda v: INNER if isinstance(v, int) else [INNER] * len(v)),
+    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|hidden_dim|embedding_dim|width|proj(ection)?_(dim|size)|emb_dim|d_embed|cross_attention_dim|kv_dim|out_hidden_size|output_dim|encoder_dim|decoder_dim|lru_width|hidden_channels|output_channels|fpn_hidden_size|conv_dim|feature_size|mask_feature_size|qformer_hidden_size|dim|hidden_features)", _at_most(WIDTH)),
+    (r"(.*_)?codebook_size", _at_most(64)),
+    (r"num_embeddings|(.*_)?vocab_size", _at_most(VOCAB)),
+    (r"relative_attention_num_buckets|position_buckets", _at_most(8)),
+    (r"relative_attention_max_distance|max_relative_positions?|max_bucket_distance", _at_most(10)),
+    (r"max_2d_position_embeddings|max_xpath_.*|max_tree_.*", _at_most(1024)),
+    (r"max_(source|target)_positions|max_audio_.*|max_speech_positions", _at_most(32)),
+    (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_length|seq_length|max_seq_length|original_max_position_embeddings|context_length|max_text_len)", _at_most(POSITIONS)),
+    (r"(.*_)?image_size|input_size|pretrain_image_size|crop_size|img_size", _image),
+    (r"(.*_)?patch_size", _patch),
+    (r"window_size", lambda v: 32 if isinstance(v, int) and v >= 64 else _at_most(4)(v)),  # of pixels, or of patches
+    (r"(num|n)_(local_|routed_|total_)?experts|moe_num_experts|n_routed_experts", _at_most(4)),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k|num_selected_experts|moe_top_k|router_top_k|index_topk", _at_most(2)),
+    (r"n_group|topk_group|num_expert_group", lambda v: 1),
+    (r"n_shared_experts|num_shared_experts", _at_most(1)),
+    (r"num_pos_feats", _at_most(WIDTH // 2)),
+    (r"num_queries|num_object_queries|num_query_tokens|num_latents|num_proposals|num_denoising", _at_most(8)),
+    (r"num_mel_bins|feature_projection_input_dim|feature_dim|num_mel_features|n_mels|input_feat_per_channel", _at_most(16)),
+    (r"num_frames", _at_most(4)),
+    (r"num_codebooks|n_codebooks", _at_most(2)),
+    (r"(.*_)?(image|mm|audio|vision)_(seq_length|tokens_per_image|token_num)|mm_tokens_per_image", lambda v: 4),
+    (r"num_position_embeddings", lambda v: 16),
+]  # fmt: skip
+RANDOM = re.compile(r".*(dropout|drop_rate|pdrop|drop_prob|drop_path|layerdrop|jitter|mask_time_prob|mask_feature_prob).*")
+KINDS = re.compile(r".*(layer_types|layers_block_type|block_types?|mlp_layer_types|attention_types|no_rope_layers).*")
+TOKEN = re.compile(r".*(token_id|token_ids|token_index|_token|token_id_list|_ids?)$")
+NAMES = [(re.compile(pattern), become) for pattern, become in SIZES]
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+OVERRIDES: dict[str, dict[str, Any]] = {  # by the name of a configuration's class
+    "BambaConfig": MAMBA,
+    "Dots1Config": {"n_routed_experts": 4},
+    "EsmConfig": {"pad_token_id": PADDING, "mask_token_id": 4},
+    "FalconH1Config": MAMBA | {"mamba_d_ssm": 64},
+    "GPTNeoConfig": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "GraniteMoeHybridConfig": MAMBA,
+    "LayoutLMv3Config": {"coordinate_size": 6, "shape_size": 4},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "LiltConfig": {"hidden_size": 48},
+    "MPNetConfig": {"relative_attention_num_buckets": 32},
+    "Mamba2Config": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "MobileBertConfig": {"true_hidden_size": 32, "embedding_size": 32, "intra_bottleneck_size": 32},
+    "XLNetConfig": {"d_head": 8},
+    "XmodConfig": {"default_language": "en_XX"},
+}
+DETECTORS = ("Detr", "ConditionalDetr", "DeformableDetr", "TableTransformer", "DabDetr")
+FILLED = {"head_dim": WIDTH // HEADS, "num_key_value_heads": HEADS, "vocab_size": VOCAB}  # where the default is None
+
+
+def overrides(kind: Any) -> dict[str, Any]:
+    if kind.__name__.removesuffix("Config") in DETECTORS:  # theirs is of a package that is not here
+        stages = {"embedding_size": 8, "hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "layer_type": "basic"}
+        backbone = transformers.ResNetConfig(**stages, out_features=["stage2", "stage3", "stage4"])
+        backbone = backbone if "Deformable" in kind.__name__ else transformers.ResNetConfig(**stages, out_features=["stage4"])
+        return {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
+    return OVERRIDES.get(kind.__name__, {})
+
+
+def shrink(name: str, value: Any) -> Any:
+    """A value of a configuration, small."""
+    if RANDOM.fullmatch(name) and isinstance(value, int | float) and not isinstance(value, bool):
+        return type(value)(0)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, dict) and name.startswith("rope_"):
+        return {inner: shrink(inner, v) for inner, v in value.items()}
+    if KINDS.fullmatch(name) and isinstance(value, list) and len(value) > 2:
+        return value[-2:]  # kinds of layers: the last two of a pattern differ where any do
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        return value
+    for pattern, become in NAMES:
+        if pattern.fullmatch(name):
+            return become(value)
+    return value
+
+
+def tiny_config(
+    kind: Any, tokens: dict[int, int] | None = None, given: dict[str, Any] | None = None, classes: int = CLASSES
+) -> Any:
+    """The class's default, or what a model around it has for it, made small."""
+    tokens = {} if tokens is None else tokens
+    default = kind() if given is None else kind(**given)
+    values = default.to_dict()
+    known = _arguments(kind)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in ("model_type", "transformers_version", "architectures", "id2label", "label2id", "num_labels", "dtype",
+                    "out_features", "out_indices", "stage_names"):
+            continue
+        inner = getattr(default, name, None)
+        if hasattr(inner, "to_dict"):
+            made[name] = tiny_config(type(inner), tokens, _own(inner))
+        elif name in known or known is ANY:
+            made[name] = _token(name, value, tokens) if TOKEN.fullmatch(name) else shrink(name, value)
+    if "vocab_size" in made and made.get("pad_token_id", 0) is None:
+        made["pad_token_id"] = PADDING
+    if "apply_spec_augment" in made:
+        made["apply_spec_augment"] = False
+    if isinstance(made.get("rope_parameters"), dict) and _mentions(kind, "mrope_section"):
+        made["rope_parameters"] = made["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+    made |= {name: size for name, size in FILLED.items() if name in made and made[name] is None}
+    if "num_key_value_heads" in made and values.get("num_key_value_heads") == values.get("num_attention_heads"):
+        made["num_key_value_heads"] = made.get("num_attention_heads", HEADS)
+    made |= overrides(kind)
+    if "num_labels" in known or not any(hasattr(v, "to_dict") for v in made.values()):
+        made["num_labels"] = classes
+    config = kind(**made)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 2
+    return config
+
+
+ANY = frozenset({"num_labels"})
+
+
+def _arguments(kind: Any) -> Any:
+    names: set[str] = set()
+    for base in kind.__mro__:
+        names |= set(getattr(base, "__dataclass_fields__", {})) | set(vars(base).get("__annotations__", {}))
+        if "__init__" in vars(base):
+            names |= set(inspect.signature(base.__init__).parameters)
+    return names
+
+
+@cache
+def _mentions(kind: Any, word: str) -> bool:
+    """Whether the models of a configuration do."""
+    folder = Path(inspect.getfile(kind)).parent
+    return any(word in path.read_text() for path in folder.glob("modeling_*.py"))
+
+
+def _own(config: Any) -> dict[str, Any]:
+    return {k: v for k, v in config.to_dict().items() if k not in ("model_type", "transformers_version")}
+
+
+def _token(name: str, value: Any, tokens: dict[int, int]) -> Any:
+    """Ids beyond the small vocabulary become ids at its end: the same one everywhere."""
+    if isinstance(value, list | tuple):
+        return [_token(name, v, tokens) for v in value]
+    if not isinstance(value, int) or isinstance(value, bool) or value < FIRST_TOKEN:
+        return value
+    return tokens.setdefault(value, VOCAB - 1 - len(tokens))
+
+
+# Tiny models
+
+LARGEST = 20_000_000  # parameters
+
+
+def build(name: str, family: str, outliers: bool = True) -> PreTrainedModel:
+    """In fp32 and training mode, without anything random."""
+    kind = find_class(name, family)
+    config = tiny_config(kind.config_class, classes=2 if "QuestionAnswering" in name else CLASSES)
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in kind(config).parameters())
+    except Exception:  # some models do arithmetic while they are built, which the meta device cannot
+        size = 0
+    if size > LARGEST:
+        raise ValueError(f"its tiny form has {size / 1e6:.0f} million parameters")
+    torch.manual_seed(0)
+    model = kind(config)
+    scatter(model, outliers)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.float().train()
+
+
+@torch.no_grad()
+def scatter(model: nn.Module, outliers: bool = True) -> None:
+    """Weights in values that bf16 holds: as far from their first values as training takes them, or near to those. What
+    a wrong exchange does to a part of a model shows in the one or in the other."""
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        if not parameter.is_floating_point():
+            continue
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+        if not outliers:
+            parameter.add_(0.05 * noise)
+        elif parameter.ndim < 2:
+            is_scale = bool(parameter.numel()) and float(parameter.mean()) > 0.5
+            parameter.add_(0.1 * noise)
+            if name.endswith("weight") and parameter.numel() > 3:  # of a norm: x w, or x (1 + w)
+                parameter[3] = 5.0 if is_scale else 7.0
+        else:
+            parameter.add_(noise * 0.5 / max(parameter[0].numel(), 1) ** 0.5)
+        parameter.copy_(parameter.bfloat16())
+
+
+# Batches
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a batch is like."""
+
+    lengths: tuple[int, ...] = (9, 3, 6)
+    side: str = "right"  # where padding is
+    padding: int | None = None  # its id; None: that of the configuration
+    mask: bool = True
+    labels: str = "drawn"  # or none, or ignored
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model wants its inputs."""
+
+    pixels: tuple[int, ...] | None = None  # their shape behind the rows
+    grid: bool = False  # whether they are patches of GRID x GRID, those of all rows one after the other
+    patches: bool = False  # whether they are such patches in rows, with a mask
+    image_tokens: int = 0  # in each row
+    sound: tuple[int, ...] | None = None
+    text: bool = True
+    labels: str | None = None
+    decoder: bool = False
+    mask: bool = True
+
+
+def signature(model: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(type(model).forward).parameters)
+
+
+def label_kind(model: nn.Module) -> str | None:
+    """What the head's labels are of: tokens, words (of the vocabulary, at tokens), rows, spans, choices."""
+    name, names = type(model).__name__, signature(model)
+    if "start_positions" in names and "QuestionAnswering" in name:
+        return "spans"
+    if "labels" not in names or re.search(r"Detection|Segmentation|DepthEst|CTC|MaskedImage|RegionTo", name):
+        return None
+    if re.search(r"(Sequence|Image|Audio|Video)Classification|NextSentence|TextClass", name):
+        return "pairs" if "NextSentence" in name else "rows"
+    if "MultipleChoice" in name:
+        return "choices"
+    if "TokenClassification" in name:
+        return "tokens"
+    if name.endswith("ForPreTraining") and "Electra" in name:
+        return "binary"
+    if "MaskedLM" in name or name.endswith("ForPreTraining"):
+        return "masked"
+    return "words" if "input_ids" in names or "decoder_input_ids" in names else None
+
+
+def forms(model: nn.Module) -> Iterator[Form]:
+    """From the richest to the poorest."""
+    names = signature(model)
+    reads = [name for name in ("pixel_values", "pixel_values_videos", "input_values", "input_features") if name in names]
+    labels = label_kind(model)
+    text = "input_ids" in names
+    start = Form(text=text, labels=labels, decoder="decoder_input_ids" in names)
+    pictures: list[Form] = []
+    if {"image_grid_thw", "grid_thw"} & set(names):
+        merge = _find(model.config, "spatial_merge_size") or 1
+        pictures.append(replace(start, grid=True, image_tokens=GRID**2 // merge**2 if text else 0))
+        if pictures[0].image_tokens and merge > 1:
+            pictures.append(replace(start, grid=True, image_tokens=GRID**2))
+    if "spatial_shapes" in names:
+        pictures.append(replace(start, patches=True))
+    if "pixel_values" in reads or ("pixel_values_videos" in reads and not text):
+        for shape in _image_shapes(model):
+            pictures.append(replace(start, pixels=shape))
+    for shape in _sound_shapes(model) if {"input_values", "input_features"} & set(reads) else ():
+        pictures.append(replace(start, sound=shape))
+    for form in [*pictures, *([start] if text or not pictures else [])]:
+        yield form
+        if form.labels:
+            yield replace(form, labels=None)
+        if not form.text or form.sound:
+            yield replace(form, labels=None, mask=False)
+
+
+def _find(config: Any, name: str) -> Any:
+    """A value of a configuration, or of one inside it."""
+    found = getattr(config, name, None)
+    if found is not None and not hasattr(found, "to_dict"):
+        return found
+    for inner in vars(config).values():
+        if hasattr(inner, "to_dict") and (found := _find(inner, name)) is not None:
+            return found
+    return None
+
+
+def _image_shapes(model: Any) -> list[tuple[int, ...]]:
+    config = model.config
+    size = _find(config, "image_size") or 32
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = _find(config, "num_channels") or 3
+    channels = channels if isinstance(channels, int) else 3
+    frames = _find(config, "num_frames") or 2
+    shapes = [(channels, height, width), (frames, channels, height, width), (1, channels, height, width)]
+    return shapes + [(channels, 64, 64)]
+
+
+BINS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size")
+
+
+def _sound_shapes(model: Any) -> list[tuple[int, ...]]:
+    bins = next((n for n in (_find(model.config, k) for k in BINS) if n), 16)
+    longest = _find(model.config, "max_source_positions") or 32
+    if "input_values" in signature(model):
+        return [(400,), (64, bins), (1, 400), (1600,)]
+    return [(bins, 2 * longest), (64, bins), (bins, 64), (2 * longest, bins)]
+
+
+def draw_batch(model: Any, form: Form, draw: Draw = Draw(), seed: int = 0) -> Batch:
+    generator, names = torch.Generator().manual_seed(seed), signature(model)
+    batch: Batch = {}
+    real = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    if form.text:
+        longest = max(draw.lengths)
+        real = torch.arange(longest) < torch.tensor(draw.lengths)[:, None]
+        real = real.flip(1) if draw.side == "left" else real
+        images = torch.zeros(ROWS, 0, dtype=torch.long)
+        if form.image_tokens:
+            images = torch.full((ROWS, form.image_tokens), _image_token(model))
+            joined = [images > 0, real] if draw.side == "right" else [real, images > 0]
+            real = torch.cat(joined, 1)
+        ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, real.shape, generator=generator)
+        if form.image_tokens:
+            places = slice(0, form.image_tokens) if draw.side == "right" else slice(-form.image_tokens, None)
+            ids[:, places] = images
+        eos = _find(model.config, "eos_token_id")
+        if "QuestionAnswering" not in type(model).__name__ and getattr(model.config, "is_encoder_decoder", False):
+            _end_rows(ids, real, eos)
+        padding = _find(model.config, "pad_token_id") if draw.padding is None else draw.padding
+        padding = PADDING if not isinstance(padding, int) or padding < 0 else padding
+        batch["input_ids"] = ids.where(real, torch.tensor(padding)) if draw.mask else ids
+        if draw.mask and "attention_mask" in names:
+            batch["attention_mask"] = real.long()
+        if "bbox" in names:
+            corner = torch.randint(0, 500, (*real.shape, 2), generator=generator)
+            batch["bbox"] = torch.cat([corner, corner + 100], -1)
+    batch |= _draw_pixels(model, form, generator)
+    if form.image_tokens and "mm_token_type_ids" in names:
+        batch["mm_token_type_ids"] = (batch["input_ids"] == _image_token(model)).int()
+    if form.sound is not None:
+        name = "input_values" if "input_values" in names else "input_features"
+        batch[name] = torch.randn(ROWS, *form.sound, generator=generator)
+        if draw.mask and form.mask and not form.text and "attention_mask" in names:
+            steps = form.sound[-1] if name == "input_values" and len(form.sound) == 1 else form.sound[0]
+            lengths = torch.tensor([1.0, 0.6, 0.8]) * steps
+            batch["attention_mask"] = (torch.arange(steps) < lengths[:, None]).long()
+    if form.decoder:
+        batch |= _draw_decoder(model, form, draw, generator)
+    if draw.labels != "none" and form.labels is not None:
+        batch |= _draw_labels(model, form, draw, batch, real, generator)
+    if form.labels == "choices":
+        for name in ("input_ids", "attention_mask", "bbox"):
+            if name in batch:
+                batch[name] = torch.stack([batch[name], batch[name].roll(1, 0)], 1)
+    if "use_cache" in names or "kwargs" in names and form.text and _find(model.config, "use_cache") is not None:
+        batch["use_cache"] = False
+    numbers = {k: v.bfloat16().float() for k, v in batch.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return batch | numbers | dict(draw.options)
+
+
+def _draw_pixels(model: Any, form: Form, generator: torch.Generator) -> Batch:
+    names = signature(model)
+    if form.grid or form.patches:
+        channels = next((n for n in (_find(model.config, k) for k in ("in_channels", "num_channels")) if n), 3)
+        patch, frames = _find(model.config, "patch_size"), (_find(model.config, "temporal_patch_size") or 1)
+        width = channels * patch**2 * (frames if form.grid else 1)
+        pixels = torch.randn(ROWS, GRID**2, width, generator=generator)
+        if form.patches:
+            shapes = torch.tensor([[GRID, GRID]] * ROWS)
+            mask = {n: torch.ones(ROWS, GRID**2).long() for n in ("pixel_attention_mask",) if n in names}
+            mask |= {n: mask["pixel_attention_mask"] for n in ("attention_mask",) if n in names and not form.text and mask}
+            return {"pixel_values": pixels, "spatial_shapes": shapes} | mask
+        pixel_name = "pixel_values" if "pixel_values" in names else "hidden_states"
+        grid_name = "image_grid_thw" if "image_grid_thw" in names else "grid_thw"
+        return {pixel_name: pixels.flatten(0, 1), grid_name: torch.tensor([[1, GRID, GRID]] * ROWS)}
+    if form.pixels is not None:
+        pixel_name = "pixel_values" if "pixel_values" in names else "pixel_values_videos"
+        return {pixel_name: torch.randn(ROWS, *form.pixels, generator=generator)}
+    return {}
+
+
+def _end_rows(ids: Tensor, real: Tensor, eos: Any) -> None:
+    """Classes of pairs are read at the end-of-sequence token: one a row."""
+    eos = eos[0] if isinstance(eos, list) else eos
+    if isinstance(eos, int) and 0 <= eos < VOCAB:
+        last = real.long() * torch.arange(1, real.shape[1] + 1)
+        ids[torch.arange(len(ids)), last.argmax(1)] = eos
+
+
+def _image_token(model: Any) -> int:
+    for name in ("image_token_id", "image_token_index", "media_token_id"):
+        found = _find(model.config, name)
+        if isinstance(found, int):
+            return found
+    return VOCAB - 1
+
+
+def _draw_decoder(model: Any, form: Form, draw: Draw, generator: torch.Generator) -> Batch:
+    """Where labels do not make them."""
+    real = torch.arange(TARGETS) < torch.tensor([5, 7, 2])[:, None] if draw.mask else torch.ones(ROWS, TARGETS) > 0
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (ROWS, TARGETS), generator=generator)
+    if form.labels == "words" and draw.labels != "none":
+        return {}
+    if form.labels in ("rows", "spans", "masked"):
+        return {}
+    batch: Batch = {"decoder_input_ids": ids}
+    if draw.mask and draw.side == "right" and "decoder_attention_mask" in signature(model):
+        batch["decoder_attention_mask"] = real.long()
+    return batch
+
+
+def _draw_labels(
+    model: Any, form: Form, draw: Draw, batch: Batch, real: Tensor, generator: torch.Generator
+) -> dict[str, Tensor]:
+    ignored = draw.labels == "ignored"
+    rows = torch.arange(ROWS)
+    if form.labels in ("rows", "pairs", "choices"):
+        labels = torch.full((ROWS,), IGNORE) if ignored else rows % (2 if form.labels != "rows" else _classes(model))
+        return {"labels": labels}
+    if form.labels == "spans":
+        places = real.long().argmax(1)  # the first real one of each row
+        far = torch.full((ROWS,), 10_000)  # beyond the row: ignored
+        return {"start_positions": far if ignored else places + 1, "end_positions": far if ignored else places + 2}
+    if form.decoder and form.labels == "words":
+        real = torch.arange(TARGETS) < torch.tensor([5, 7, 2])[:, None] if draw.mask else torch.ones(ROWS, TARGETS) > 0
+        labels = torch.randint(FIRST_TOKEN, LAST_TOKEN, (ROWS, TARGETS), generator=generator)
+        made = {"labels": labels.where(real, torch.tensor(IGNORE))}
+        if draw.mask and draw.side == "right" and "decoder_attention_mask" in signature(model):
+            made["decoder_attention_mask"] = real.long()
+        return made | ({"labels": torch.full_like(labels, IGNORE)} if ignored else {})
+    shape = batch["input_ids"].shape if "input_ids" in batch else real.shape
+    most = {"tokens": _classes(model), "binary": 2}.get(str(form.labels), LAST_TOKEN)
+    labels = torch.randint(0 if most < FIRST_TOKEN else FIRST_TOKEN, most, shape, generator=generator)
+    keep = real.clone()
+    if form.labels == "masked":
+        keep &= torch.rand(shape, generator=generator) < 0.5
+    elif form.labels == "words" and draw.side == "left":
+        keep[:, 1:] &= real[:, :-1]  # the first real token is not predicted from padding
+    if form.image_tokens:
+        keep &= batch["input_ids"] != _image_token(model)
+    labels = labels if form.labels == "binary" else labels.where(keep & ~torch.tensor(ignored), torch.tensor(IGNORE))
+    made = {"labels": labels}
+    for name in ("next_sentence_label", "sentence_order_label"):
+        if name in signature(model):
+            made[name] = rows % 2
+    return made
+
+
+def _classes(model: Any) -> int:
+    found = getattr(model.config, "num_labels", None)
+    return found if isinstance(found, int) and found > 0 else CLASSES
+
+
+class NotTried(Exception):
+    """The untouched model does not build, or takes none of the inputs that are drawn here."""
+
+
+def find_form(model: PreTrainedModel) -> Form:
+    """The first in which the model runs, in eval mode."""
+    problems: list[str] = []
+    training = model.training
+    model.eval()
+    try:
+        for form in forms(model):
+            for _ in range(2):
+                try:
+                    with torch.no_grad():
+                        model(**draw_batch(model, form))
+                    return form
+                except Exception as error:
+                    problems.append(f"{type(error).__name__}: {error}"[:200])
+                    wanted = _missing_image_tokens(str(error), form)
+                    if not wanted:
+                        break
+                    form = replace(form, image_tokens=wanted)
+    finally:
+        model.train(training)
+    raise NotTried("it takes none of the inputs that are drawn: " + problems[0] if problems else "no inputs")
+
+
+def _missing_image_tokens(message: str, form: Form) -> int:
+    """How many image tokens a row must have, from the error of a model that counts them."""
+    if form.image_tokens or not re.search(r"[Ii]mage", message):
+        return 0
+    numbers = [int(n) for n in re.findall(r"\d+", message)]
+    most = max(numbers, default=0)
+    for count in (most // ROWS, most // (ROWS * WIDTH)):
+        if 0 < count <= 64 and most % ROWS == 0:
+            return count
+    return 0
