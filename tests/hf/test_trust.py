@@ -1,0 +1,471 @@
+"""No exchange is taken on trust: what the trials refuse, what batches keep their padding, and what happens when a model
+is changed after it was accelerated."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import stretto
+import stretto.hf
+from stretto.hf.exchange import Journal
+from stretto.hf.layers import Parts
+from stretto.hf.pending import Pending
+from stretto.hf.trial import find_stand_ins
+from tests.hf.families import CLASSES, OLD, VOCAB, Batch, build, draw_batch, learn
+from tests.hf.test_packing import count_tokens
+
+pytestmark = pytest.mark.skipif(OLD, reason="transformers 4 has less to exchange")
+_TINY = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TINY |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 40}
+
+
+def draw_ids(rows: int = 3, length: int = 9) -> Tensor:
+    return torch.randint(6, VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def pad(ids: Tensor, lengths: tuple[int, ...], token: int, left: bool = False) -> Batch:
+    real = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
+    real = real.flip(1) if left else real
+    return {"input_ids": ids.where(real, token), "attention_mask": real.long()}
+
+
+def assert_equal(model: nn.Module, batch: Batch, expected: Any, name: str = "logits", bound: float = 1e-5) -> None:
+    found, wanted = model(**batch)[name].detach(), expected[name].detach()
+    assert float((found - wanted).norm()) <= bound * float(wanted.norm())
+
+
+# What the trials refuse
+
+
+def with_outliers(model: nn.Module) -> nn.Module:
+    """Trained norms have channels that are far larger than the rest."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data[3] = 5.0
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norms_of_one_plus_weight_are_not_taken_for_norms_in_16_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = with_outliers(hf.GemmaForCausalLM(hf.GemmaConfig(**_TINY))).to(dtype).eval()
+    expected = model(draw_ids(), use_cache=False)
+    stretto.accelerate(model)
+    problems = {line.role: line.problem for line in stretto.hf.report(model).lines}
+    assert "other results" in str(problems["norm"]) and problems["gated mlp"] is None
+    batch: Any = {"input_ids": draw_ids(), "use_cache": False}
+    assert_equal(model, batch, expected, bound=8 * torch.finfo(dtype).eps)
+
+
+def test_rotary_positions_of_pairs_are_not_taken_for_those_of_halves() -> None:
+    torch.manual_seed(0)
+    model = hf.CohereForCausalLM(hf.CohereConfig(**_TINY, pad_token_id=0)).bfloat16().train()
+    plain = copy.deepcopy(model)
+    stretto.accelerate(model)
+    problems = {line.role: line.problem for line in stretto.hf.report(model).lines}
+    assert "other results" in str(problems["rotary"]) and "other results" in str(problems["norm"])
+    batch = {"input_ids": draw_ids(), "labels": draw_ids()}
+    gradients = []
+    for each in (model, plain):
+        each(**batch).loss.backward()
+        gradients.append(next(p.grad for name, p in each.named_parameters() if "q_proj" in name))
+    ours, theirs = gradients
+    assert ours is not None and theirs is not None and (ours - theirs).norm() < 0.05 * theirs.norm()
+
+
+class Offset(nn.Module):
+    """A norm with a mean of its own: on rows of mean zero it cannot be told from one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class ZeroAtFirst(nn.Module):
+    """What it does besides is multiplied by a weight that is still zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act, self.extra = nn.Linear(8, 16), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 8)
+        nn.init.zeros_(self.extra.weight)
+        nn.init.zeros_(self.extra.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x))) + nn.functional.linear(x, self.extra.weight, self.extra.bias)
+
+
+class ZeroNorm(nn.Module):
+    """Its weight is zero at first, as that of Gemma is, and so is its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sign() * self.weight
+
+
+@pytest.mark.parametrize("kind", [Offset, ZeroAtFirst, ZeroNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_hide_a_difference_do_not_help(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), nn.LayerNorm(8)).to(dtype)
+    stretto.accelerate(model)
+    assert type(model[0]) is kind and type(model[1]) is not nn.LayerNorm
+
+
+def test_a_model_that_cannot_be_helped_comes_back_untouched() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 3, 1), nn.Sequential(nn.Linear(4, 4), nn.GLU()), nn.Softmax(dim=1))
+    kinds = [type(module) for module in model.modules()]
+    assert stretto.accelerate(model) is model
+    assert [type(module) for module in model.modules()] == kinds
+    assert not [line for line in stretto.hf.report(model).lines if line.problem is None]
+    stretto.restore(model)
+
+
+def test_an_error_undoes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that nobody expects, in the middle of it."""
+    model, batch = build("llama"), draw_batch("llama")
+    before = learn(model, batch)
+    states = [(type(module), set(vars(module)), len(module._forward_hooks)) for module in model.modules()]
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stretto.hf.swap._Trials._swap_head", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stretto.accelerate(model)
+    assert [(type(module), set(vars(module)), len(module._forward_hooks)) for module in model.modules()] == states
+    assert model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+    assert all(torch.equal(value, before[name]) for name, value in learn(model, batch).items())
+
+
+def test_trials_leave_no_trace() -> None:
+    """Parameters keep their storage, values, gradients and wishes, in 16 bits too."""
+    model = build("bert", torch.bfloat16)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(number % 2 == 0)
+    held = [(p, p.data_ptr(), p.dtype, p.requires_grad, p.detach().clone()) for p in model.parameters()]
+    stretto.accelerate(model)
+    for (p, place, dtype, wanted, value), now in zip(held, model.parameters(), strict=True):
+        assert p is now and (p.data_ptr(), p.dtype, p.requires_grad) == (place, dtype, wanted)
+        assert torch.equal(p, value) and p.grad is None
+
+
+def test_of_every_kind_of_layer_one_is_tried() -> None:
+    layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(6)])
+    assert find_stand_ins(layers) == ([0, 0, 0, 0, 0, 1], 2)
+    layers[3] = nn.Linear(2, 2, bias=False)
+    assert find_stand_ins(layers) == ([0, 0, 0, 3, 0, 4], 5)
+
+
+def test_t5_in_fp16_whose_sums_are_in_fp32() -> None:
+    """Weights of two precisions: a norm gives its weight's, not the stream's."""
+    model: Any = build("t5").half()
+    for name, module in model.named_modules():
+        if name.endswith("wo"):
+            module.float()
+    batch = draw_batch("t5")
+    expected = model.eval()(**batch).logits
+    found = stretto.accelerate(model)(**batch).logits
+    assert found.dtype == expected.dtype and (found - expected).norm() < 2e-2 * expected.norm()
+
+
+# Whoever reads padding gets it
+
+
+def classifier(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    of: dict[str, Callable[[], nn.Module]] = {
+        "llama": lambda: hf.LlamaForSequenceClassification(
+            hf.LlamaConfig(**_TINY, pad_token_id=1, num_labels=CLASSES, use_cache=False)
+        ),
+        "gpt2": lambda: hf.GPT2ForSequenceClassification(
+            hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, pad_token_id=1, num_labels=CLASSES,
+                          resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+        ),
+    }  # fmt: skip
+    return of[kind]()
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("token", [1, 5])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_class_is_read_where_it_always_was(kind: str, token: int, left: bool) -> None:
+    """At the last id that is not the configuration's padding: with other padding that is a padding position."""
+    model = classifier(kind).train()
+    batch = pad(draw_ids(), (9, 3, 6), token, left) | {"labels": torch.tensor([0, 3, 2])}
+    expected = model(**batch)
+    stretto.accelerate(model)
+    with count_tokens() as tokens:
+        assert_equal(model, batch, expected)
+    reads_padding = token == 5 and not left
+    assert set(tokens) == (set() if reads_padding else {18}), "a rectangle has a mask, and transformers' attention"
+
+
+def test_embeddings_instead_of_ids_hide_where_padding_is() -> None:
+    model = classifier("llama").train()
+    stretto.accelerate(plain := copy.deepcopy(model))
+    batch: Any = pad(draw_ids(), (9, 3, 6), 1)
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()  # type: ignore[operator]
+    torch.testing.assert_close(plain(**batch).logits, model(**batch).logits)
+
+
+def test_a_pooler_may_read_the_last_position() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = hf.SiglipTextConfig(**sizes, intermediate_size=48, max_position_embeddings=9)
+    model = hf.SiglipTextModel(config).eval()
+    batch = pad(draw_ids(), (9, 3, 6), 1)
+    expected = model(**batch)
+    assert_equal(stretto.accelerate(model), batch, expected, "pooler_output")
+
+
+def test_a_class_of_rows_beside_labels_of_tokens() -> None:
+    torch.manual_seed(0)
+    model = hf.BertForPreTraining(build("bert").config).eval()
+    batch = pad(draw_ids(), (9, 3, 6), 0, left=True)
+    labels = draw_ids().where((batch["attention_mask"] != 0) & (batch["attention_mask"].roll(1, 1) != 0), -100)
+    batch |= {"labels": labels, "next_sentence_label": torch.tensor([0, 1, 1])}
+    expected = model(**batch)
+    stretto.accelerate(model)
+    assert_equal(model, batch, expected, "seq_relationship_logits")
+    assert_equal(model, batch, expected, "loss")
+
+
+def test_attention_in_chunks() -> None:
+    torch.manual_seed(0)
+    config = hf.Llama4TextConfig(
+        **_TINY, intermediate_size_mlp=48, attention_chunk_size=6, num_local_experts=2, moe_layers=[], pad_token_id=1
+    )
+    model = hf.Llama4ForCausalLM(config).train()
+    batch = pad(draw_ids(), (9, 3, 6), 1)
+    labels = batch["input_ids"].where(batch["attention_mask"] != 0, -100)
+    expected = model(**batch, labels=labels)
+    stretto.accelerate(model)
+    assert_equal(model, batch | {"labels": labels}, expected, "loss")
+    real = batch["attention_mask"] != 0
+    torch.testing.assert_close(model(**batch).logits[real], expected.logits[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", ["argument", "configuration", "later"])
+def test_routers_losses_count_tokens_with_their_padding(asked: str) -> None:
+    torch.manual_seed(0)
+    model = hf.MixtralForCausalLM(hf.MixtralConfig(**_TINY, num_local_experts=2, sliding_window=None)).train()
+    batch: Any = pad(draw_ids(), (9, 3, 6), 1)
+    batch["labels"] = batch["input_ids"].where(batch["attention_mask"] != 0, -100)
+    plain = copy.deepcopy(model)
+    plain.config.output_router_logits = True
+    model.config.output_router_logits = asked == "configuration"
+    stretto.accelerate(model)
+    model.config.output_router_logits = asked != "argument"
+    given = {"output_router_logits": True} if asked == "argument" else {}
+    assert_equal(model, batch | given, plain(**batch), "loss")
+
+
+def test_what_is_added_between_layers_keeps_the_rectangle() -> None:
+    """Features of images that a decoder adds to its hidden states by a mask [N, S]."""
+    torch.manual_seed(0)
+    config = hf.models.qwen3_vl.Qwen3VLTextConfig(
+        **_TINY, rope_scaling={"rope_type": "default", "mrope_section": [2, 1, 1]}
+    )
+    model = hf.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel(config).train()
+    batch: Any = pad(draw_ids(), (9, 3, 6), 1)
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    seen = torch.zeros(3, 9, dtype=torch.bool)
+    seen[:, 1] = True
+    batch |= {"visual_pos_masks": seen, "deepstack_visual_embeds": [torch.ones(3, 32)]}
+    expected = model(**batch).last_hidden_state
+    found = stretto.accelerate(model)(**batch).last_hidden_state
+    real = batch["attention_mask"] != 0
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_that_stays_is_in_the_report() -> None:
+    text = str(stretto.hf.report(stretto.accelerate(build("bert-classes"))))
+    assert "yes; padding at the beginning of rows stays" in text
+
+
+# What comes afterwards
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_functions_in_the_place_of_forward_are_called(family: str) -> None:
+    """As Accelerate puts them there, which moves weights to the device for the time of a call."""
+    model, batch = stretto.accelerate(build(family)), draw_batch(family)
+    plain, calls = build(family), []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | hf.pytorch_utils.Conv1D) and "head" not in name:
+            forward = module.forward
+
+            def note(x: Tensor, name: str = name, forward: Any = forward) -> Tensor:
+                calls.append(name)
+                return 2 * forward(x)
+
+            module.forward = note  # type: ignore[method-assign]
+    for name, module in plain.named_modules():
+        if isinstance(module, nn.Linear | hf.pytorch_utils.Conv1D) and "head" not in name:
+            module.register_forward_hook(lambda _, args, out: 2 * out)
+    torch.testing.assert_close(learn(model, batch), learn(plain, batch), rtol=1e-3, atol=1e-5)
+    assert set(calls) >= {name for name, m in plain.named_modules() if m._forward_hooks}
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert", "gpt2"])
+def test_parts_that_are_replaced_count(family: str) -> None:
+    model, plain, batch = stretto.accelerate(build(family)), build(family), draw_batch(family)
+    for each in (model, plain):
+        for module in list(each.modules()):
+            for name, child in list(module.named_children()):
+                if "act" in name and not list(child.children()):
+                    setattr(module, name, nn.GELU("tanh") if family == "bert" else nn.Tanh())
+                if (
+                    isinstance(child, nn.Dropout | nn.LayerNorm)
+                    and family in ("bert", "t5")
+                    and not hasattr(module, "query")
+                ):
+                    setattr(module, name, nn.Identity())
+    torch.testing.assert_close(learn(model, batch), learn(plain, batch), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "t5", "bart", "vit"])
+def test_hooks_on_every_module_are_called_as_they_were(family: str) -> None:
+    """Forward hooks, and full backward hooks, which wrap what a module is given and gives."""
+    counts: list[list[str]] = []
+    results = []
+    for model in (build(family), stretto.accelerate(build(family))):
+        seen: list[str] = []
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.ModuleList | nn.Embedding | hf.PreTrainedModel):
+                module.register_forward_hook(lambda _, args, out, name=name, seen=seen: seen.append(f"{name} forward"))
+                if name.endswith(("_proj", "mlp", "norm", "lm_head", "dense", "c_proj", "wo", "fc2")):
+                    note = partial_note(seen, f"{name} backward")
+                    module.register_full_backward_hook(note)
+        results.append(learn(model, draw_batch(family)))
+        counts.append(sorted(seen))
+    assert counts[0] == counts[1]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
+
+
+def partial_note(seen: list[str], name: str) -> Callable[..., None]:
+    return lambda *args: seen.append(name)
+
+
+@pytest.mark.parametrize("where", ["layer", "inside", "head"])
+def test_full_backward_hooks(where: str) -> None:
+    model, plain, batch = stretto.accelerate(build("llama")), build("llama"), draw_batch("llama")
+    names = {"layer": "model.layers.1", "inside": "model.layers.0.self_attn.o_proj", "head": "lm_head"}
+    seen: list[Tensor] = []
+    for each in (model, plain):
+        each.get_submodule(names[where]).register_full_backward_hook(lambda _, grads, out: seen.append(out[0]))
+    torch.testing.assert_close(learn(model, batch), learn(plain, batch), rtol=1e-4, atol=1e-5)
+    assert len(seen) == 2
+    real = batch["attention_mask"] != 0
+    ours, theirs = (grad[real] if grad.shape[:2] == real.shape else grad.flatten(0, 1) for grad in seen)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_another_attention_may_be_chosen_afterwards(implementation: str) -> None:
+    for family in ("llama", "bert", "t5"):
+        model, batch = stretto.accelerate(build(family)), draw_batch(family)
+        model.set_attn_implementation(implementation)  # type: ignore[operator]
+        torch.testing.assert_close(learn(model, batch), learn(build(family), batch), rtol=1e-3, atol=1e-5)
+
+
+def test_layers_may_be_taken_away_afterwards() -> None:
+    batch = draw_batch("llama")
+    results = []
+    for change in ("slice", "configuration", "delete"):
+        for model in (build("llama"), stretto.accelerate(build("llama"))):
+            inner: Any = model.model
+            if change == "slice":
+                inner.layers = inner.layers[:1]
+            elif change == "configuration":
+                model.config.num_hidden_layers = 1  # type: ignore[union-attr]
+            else:
+                del inner.layers[1]
+            found = learn(model, batch)
+            results.append({name: value for name, value in found.items() if ".layers.1." not in name})
+    for ours, theirs in zip(results[1::2], results[::2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5", "bart", "vit"])
+def test_a_model_can_be_pickled(family: str) -> None:
+    model, batch = stretto.accelerate(build(family)), draw_batch(family)
+    expected = learn(model, batch)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))):
+        assert {type(m) for m in other.modules()} == {type(m) for m in model.modules()}
+        found = learn(other, batch)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        stretto.restore(other)
+        assert not any(hasattr(type(m), "made_of") for m in other.modules())
+    assert any(hasattr(type(m), "made_of") for m in model.modules()), "and the first one stays as it was"
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "t5", "bart"])
+def test_a_batch_without_a_single_label(family: str) -> None:
+    batch = draw_batch(family)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    model, plain = stretto.accelerate(build(family)), build(family)
+    assert model(**batch).loss.isnan() and plain(**batch).loss.isnan()
+    options = {"num_items_in_batch": torch.tensor(4)} if family in ("llama",) else {}
+    if options:
+        found, expected = (each(**batch, **options).loss for each in (model, plain))
+        assert float(found) == float(expected) == 0.0
+
+
+def test_a_norm_is_given_a_gate() -> None:
+    """What is called with more than a module was tried with is the module's own."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.rand(8)), 1e-6
+
+        def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+            x = x if gate is None else x * torch.sigmoid(gate)
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+    model, x = Gated(), torch.randn(3, 8)
+    expected = model(x), model(x, x), model(x, gate=x)
+    stretto.accelerate(model)
+    torch.testing.assert_close((model(x), model(x, x), model(x, gate=x)), expected)
+
+
+def test_a_journal_undoes_in_order() -> None:
+    module, journal = nn.Linear(2, 2), Journal()
+    journal.change(module, "note", 1)
+    mark = journal.mark()
+    journal.change(module, "note", 2)
+    journal.swap(module, nn.Identity, Parts(linears=("",)))
+    journal.undo(mark)
+    assert type(module) is nn.Linear and module.note == 1
+    journal.undo_all()
+    assert not hasattr(module, "note")
+
+
+def test_nothing_that_waits_is_seen_by_a_hook() -> None:
+    model = stretto.accelerate(build("gpt2"))
+    seen: list[Any] = []
+    for module in model.modules():
+        module.register_forward_hook(lambda _, args, out: seen.append((args, out)))
+    model(**draw_batch("gpt2", None))
+    flat = [value for args, out in seen for value in (*args, out)]
+    assert flat and not any(isinstance(value, Pending) for value in flat)
