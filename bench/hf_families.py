@@ -4,8 +4,8 @@
     python -m bench.hf_families --families bert,llama --jobs 2
     python -m bench.hf_families --classes WhisperModel,SiglipModel --out families.json
 
-A tiny model of each class (hf_tiny.py) is compared with a copy that was made before it was accelerated: loss, outputs at
-positions that the mask keeps, and in training every gradient. The judge is the untouched model in fp64: ours may be
+A tiny model of each class (hf_tiny.py) is compared with a copy that was made before it was accelerated: loss, outputs
+at positions that the mask keeps, and in training every gradient. The judge is the untouched model in fp64: ours may be
 twice as far from it as the untouched model in the same precision, plus a few roundings. A case that the untouched model
 cannot run, or for which it gives two answers, does not count. Then what `restore` gives back is compared bit by bit.
 
@@ -55,7 +55,6 @@ from bench.hf_tiny import (
     draw_batch,
     find_form,
     model_classes,
-    signature,
 )
 
 FAULTS = ("wrong", "half exchanged", "raises in accelerate", "raises when called", "hangs or crashes")
@@ -545,6 +544,7 @@ class _Child:
             self.last.blame("hangs or crashes", what)
         self.over = True
 
+
 def _work(name: str, family: str, pipe: Connection) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
@@ -586,7 +586,8 @@ def show_results(results: Sequence[Result], console: Console) -> None:
         console.print(worst)
     console.print(table)
     console.print(f"{summary['other dtypes']} classes have outputs of another dtype")
-    console.print(f"{summary['cases']} cases compared; transformers {transformers.__version__}, torch {torch.__version__}")
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    console.print(f"{summary['cases']} cases compared; {versions}")
 
 
 def main(
