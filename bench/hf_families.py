@@ -32,6 +32,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import Signals
 from typing import Annotated, Any
 
 import torch
@@ -61,6 +62,7 @@ FAULTS = ("wrong", "half exchanged", "raises in accelerate", "raises when called
 RESULTS = (*FAULTS, "equal", "not tried")
 FLOORS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # a few roundings, relative
 SEEDS = 5  # batches that a case is judged by, where the first looks wrong
+PATIENCE = 5  # seconds that may pass for one of computing: other programs compute, too
 MEMORY = 8 << 30  # bytes of addresses a child may have
 
 
@@ -148,7 +150,9 @@ def judge(
         elif not bool(expected.isfinite().all()):
             if bool(found.isfinite().all()) and not is_gradient:
                 problems.append(f"{name}: finite, untouched not")
-        elif not (is_gradient and undefined) and right.shape == expected.shape:
+        elif not (is_gradient and undefined):
+            if right.shape != expected.shape or not bool(right.isfinite().all()):
+                right = expected.double()  # some models are not themselves in fp64
             size = max(sizes[name], least[is_gradient] if name != "loss" else 0.0, 1e-30)
             error = float((found.double() - right).norm()) / size
             theirs = max(float((run[name].double() - right).norm()) / size for run in plain if name in run)
@@ -467,7 +471,7 @@ def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     place = f" ({Path(last.filename).name}:{last.lineno})" if last else ""
-    return f"{type(error).__name__}: {str(error).strip()[:200]}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
 
 
 # All classes, each in a process of its own
@@ -514,20 +518,21 @@ class _Child:
     def start(cls, name: str, family: str, limit: float) -> _Child:
         context = get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(name, family, theirs))
+        process = context.Process(target=_work, args=(name, family, limit, theirs))
         process.start()
         theirs.close()
-        return cls(process, ours, Result(name, family), time.monotonic() + limit)
+        return cls(process, ours, Result(name, family), time.monotonic() + PATIENCE * limit)
 
     def read(self) -> None:
         try:
             while not self.over and self.pipe.poll():
                 self.last, self.over = self.pipe.recv()
         except EOFError:
-            self._fail(f"exit code {self._join()}")
+            code = self._join() or 0
+            self._fail(Signals(-code).name if code < 0 else f"exit code {code}")
         if not self.over and time.monotonic() > self.end:
             self.process.kill()
-            self._fail("time limit")
+            self._fail("nothing happens")
         if self.over:
             self._join()
 
@@ -545,11 +550,12 @@ class _Child:
         self.over = True
 
 
-def _work(name: str, family: str, pipe: Connection) -> None:
+def _work(name: str, family: str, limit: float, pipe: Connection) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
     pipe.send((check_class(name, family, lambda result: pipe.send((result, False))), True))
     pipe.close()
 
@@ -594,7 +600,7 @@ def main(
     families: Annotated[str, typer.Option(help="folders of transformers/models, with commas between them")] = "",
     classes: Annotated[str, typer.Option(help="names of classes, with commas between them")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 1,
-    limit: Annotated[float, typer.Option(help="seconds for one class")] = 60.0,
+    limit: Annotated[float, typer.Option(help="seconds of computing for one class")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="a JSON file for all results")] = None,
 ) -> None:
     prepare()
