@@ -56,11 +56,17 @@ from bench.hf_tiny import (
     draw_batch,
     find_form,
     model_classes,
+    narrow,
 )
 
 FAULTS = ("wrong", "half exchanged", "raises in accelerate", "raises when called", "hangs or crashes")
 RESULTS = (*FAULTS, "equal", "not tried")
-FLOORS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # a few roundings, relative
+FLOORS = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 3e-3,
+}  # a few roundings, relative
 SEEDS = 5  # batches that a case is judged by, where the first looks wrong
 PATIENCE = 5  # seconds that may pass for one of computing: other programs compute, too
 MEMORY = 8 << 30  # bytes of addresses a child may have
@@ -338,8 +344,8 @@ def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Call
         exact.learn(steady[0])
     except Exception:
         exact = plain  # a model that is fp32 in some place whatever it is told
-    enter("accelerate in fp32")
-    ours = _accelerate(model, plain, result, "fp32")
+    enter("accelerate in float32")
+    ours = _accelerate(model, plain, result, "float32")
     if ours is not None:
         _describe_share(ours, result)
         for case in steady:
@@ -354,17 +360,25 @@ def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Call
     mild_exact = Untouched(mild.double(), form) if exact is not plain else Untouched(mild, form)
     mild_plain = Untouched(copy.deepcopy(mild).float(), form)
     _compare_narrow(mild_plain, mild_exact, both, result, enter)
+    if getattr(model, "_keep_in_fp32_modules", None):  # which concerns fp16 alone
+        _compare_narrow(mild_plain, mild_exact, both, result, enter, torch.float16)
 
 
 def _compare_narrow(
-    wide: Untouched, exact: Untouched, chosen: list[Case], result: Result, enter: Callable[[str], None]
+    wide: Untouched,
+    exact: Untouched,
+    chosen: list[Case],
+    result: Result,
+    enter: Callable[[str], None],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """With weights in bf16."""
-    enter("bf16")
-    plain = Untouched(copy.deepcopy(wide.model).bfloat16(), wide.form)
-    ours = _accelerate(copy.deepcopy(plain.model), plain, result, "bf16")
+    """With weights in 16 bits."""
+    name = str(dtype).removeprefix("torch.")
+    enter(f"accelerate in {name}")
+    plain = Untouched(narrow(copy.deepcopy(wide.model), dtype), wide.form)
+    ours = _accelerate(copy.deepcopy(plain.model), plain, result, name)
     for case in chosen if ours is not None else ():
-        enter(f"bf16, {'train' if case.training else 'eval'}")
+        enter(f"{name}, {'train' if case.training else 'eval'}")
         _compare(case, ours, plain, exact, result)
 
 

@@ -304,6 +304,18 @@ def build(name: str, family: str, outliers: bool = True) -> PreTrainedModel:
     return model.float().train()
 
 
+def narrow(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """As from_pretrained gives a model in this precision: some modules stay in fp32."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    model = model.to(dtype)
+    for name, module in model.named_modules():
+        if kept & set(name.split(".")):
+            module.float()
+    return model
+
+
 @torch.no_grad()
 def scatter(model: nn.Module, outliers: bool = True) -> None:
     """Weights in values that bf16 holds: as far from their first values as training takes them, or near to those. What
