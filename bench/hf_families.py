@@ -4,8 +4,8 @@
     python -m bench.hf_families --families bert,llama --jobs 2
     python -m bench.hf_families --classes WhisperModel,SiglipModel --out families.json
 
-A tiny model of each class (hf_tiny.py) is compared with a copy that was made before it was accelerated: loss, outputs at
-positions that the mask keeps, and in training every gradient. The judge is the untouched model in fp64: ours may be
+A tiny model of each class (hf_tiny.py) is compared with a copy that was made before it was accelerated: loss, outputs
+at positions that the mask keeps, and in training every gradient. The judge is the untouched model in fp64: ours may be
 twice as far from it as the untouched model in the same precision, plus a few roundings. A case that the untouched model
 cannot run, or for which it gives two answers, does not count. Then what `restore` gives back is compared bit by bit.
 
@@ -32,6 +32,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from signal import Signals
 from typing import Annotated, Any
 
 import torch
@@ -55,13 +56,19 @@ from bench.hf_tiny import (
     draw_batch,
     find_form,
     model_classes,
-    signature,
+    narrow,
 )
 
 FAULTS = ("wrong", "half exchanged", "raises in accelerate", "raises when called", "hangs or crashes")
 RESULTS = (*FAULTS, "equal", "not tried")
-FLOORS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # a few roundings, relative
+FLOORS = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 3e-3,
+}  # a few roundings, relative
 SEEDS = 5  # batches that a case is judged by, where the first looks wrong
+PATIENCE = 5  # seconds that may pass for one of computing: other programs compute, too
 MEMORY = 8 << 30  # bytes of addresses a child may have
 
 
@@ -149,7 +156,9 @@ def judge(
         elif not bool(expected.isfinite().all()):
             if bool(found.isfinite().all()) and not is_gradient:
                 problems.append(f"{name}: finite, untouched not")
-        elif not (is_gradient and undefined) and right.shape == expected.shape:
+        elif not (is_gradient and undefined):
+            if right.shape != expected.shape or not bool(right.isfinite().all()):
+                right = expected.double()  # some models are not themselves in fp64
             size = max(sizes[name], least[is_gradient] if name != "loss" else 0.0, 1e-30)
             error = float((found.double() - right).norm()) / size
             theirs = max(float((run[name].double() - right).norm()) / size for run in plain if name in run)
@@ -335,8 +344,8 @@ def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Call
         exact.learn(steady[0])
     except Exception:
         exact = plain  # a model that is fp32 in some place whatever it is told
-    enter("accelerate in fp32")
-    ours = _accelerate(model, plain, result, "fp32")
+    enter("accelerate in float32")
+    ours = _accelerate(model, plain, result, "float32")
     if ours is not None:
         _describe_share(ours, result)
         for case in steady:
@@ -351,17 +360,25 @@ def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Call
     mild_exact = Untouched(mild.double(), form) if exact is not plain else Untouched(mild, form)
     mild_plain = Untouched(copy.deepcopy(mild).float(), form)
     _compare_narrow(mild_plain, mild_exact, both, result, enter)
+    if getattr(model, "_keep_in_fp32_modules", None):  # which concerns fp16 alone
+        _compare_narrow(mild_plain, mild_exact, both, result, enter, torch.float16)
 
 
 def _compare_narrow(
-    wide: Untouched, exact: Untouched, chosen: list[Case], result: Result, enter: Callable[[str], None]
+    wide: Untouched,
+    exact: Untouched,
+    chosen: list[Case],
+    result: Result,
+    enter: Callable[[str], None],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """With weights in bf16."""
-    enter("bf16")
-    plain = Untouched(copy.deepcopy(wide.model).bfloat16(), wide.form)
-    ours = _accelerate(copy.deepcopy(plain.model), plain, result, "bf16")
+    """With weights in 16 bits."""
+    name = str(dtype).removeprefix("torch.")
+    enter(f"accelerate in {name}")
+    plain = Untouched(narrow(copy.deepcopy(wide.model), dtype), wide.form)
+    ours = _accelerate(copy.deepcopy(plain.model), plain, result, name)
     for case in chosen if ours is not None else ():
-        enter(f"bf16, {'train' if case.training else 'eval'}")
+        enter(f"{name}, {'train' if case.training else 'eval'}")
         _compare(case, ours, plain, exact, result)
 
 
@@ -468,7 +485,7 @@ def _describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     place = f" ({Path(last.filename).name}:{last.lineno})" if last else ""
-    return f"{type(error).__name__}: {str(error).strip()[:200]}{place}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{place}"
 
 
 # All classes, each in a process of its own
@@ -515,20 +532,21 @@ class _Child:
     def start(cls, name: str, family: str, limit: float) -> _Child:
         context = get_context("fork")
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(name, family, theirs))
+        process = context.Process(target=_work, args=(name, family, limit, theirs))
         process.start()
         theirs.close()
-        return cls(process, ours, Result(name, family), time.monotonic() + limit)
+        return cls(process, ours, Result(name, family), time.monotonic() + PATIENCE * limit)
 
     def read(self) -> None:
         try:
             while not self.over and self.pipe.poll():
                 self.last, self.over = self.pipe.recv()
         except EOFError:
-            self._fail(f"exit code {self._join()}")
+            code = self._join() or 0
+            self._fail(Signals(-code).name if code < 0 else f"exit code {code}")
         if not self.over and time.monotonic() > self.end:
             self.process.kill()
-            self._fail("time limit")
+            self._fail("nothing happens")
         if self.over:
             self._join()
 
@@ -545,11 +563,13 @@ class _Child:
             self.last.blame("hangs or crashes", what)
         self.over = True
 
-def _work(name: str, family: str, pipe: Connection) -> None:
+
+def _work(name: str, family: str, limit: float, pipe: Connection) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))
     pipe.send((check_class(name, family, lambda result: pipe.send((result, False))), True))
     pipe.close()
 
@@ -586,14 +606,15 @@ def show_results(results: Sequence[Result], console: Console) -> None:
         console.print(worst)
     console.print(table)
     console.print(f"{summary['other dtypes']} classes have outputs of another dtype")
-    console.print(f"{summary['cases']} cases compared; transformers {transformers.__version__}, torch {torch.__version__}")
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    console.print(f"{summary['cases']} cases compared; {versions}")
 
 
 def main(
     families: Annotated[str, typer.Option(help="folders of transformers/models, with commas between them")] = "",
     classes: Annotated[str, typer.Option(help="names of classes, with commas between them")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 1,
-    limit: Annotated[float, typer.Option(help="seconds for one class")] = 60.0,
+    limit: Annotated[float, typer.Option(help="seconds of computing for one class")] = 60.0,
     out: Annotated[Path | None, typer.Option(help="a JSON file for all results")] = None,
 ) -> None:
     prepare()

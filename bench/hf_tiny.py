@@ -13,6 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,78 +66,98 @@ def find_class(name: str, family: str) -> type[PreTrainedModel]:
 # Tiny configurations
 
 
-def _lists(sizes: list[int]) -> Callable[[Any], Any]:
-    """For a value of each stage: growing ones where the original grows, else the same for all."""
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def at_most(size: int) -> Callable[[Any], Any]:
+    return lambda value: [min(v, size) for v in value] if _is_list(value) else min(value, size)
+
+
+def always(size: Any) -> Callable[[Any], Any]:
+    return lambda value: [size] * len(value) if _is_list(value) else size
+
+
+def by_stage(*sizes: int, one: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Lists of a value for each stage grow where the original does; `one` is for what is not a list."""
 
     def choose(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            same = len(set(map(str, value))) == 1
-            return [sizes[0] if same else sizes[min(i, len(sizes) - 1)] for i in range(len(value))]
-        return sizes[-1]
+        if not _is_list(value):
+            return one(value)
+        grows = len(set(map(str, value))) > 1
+        return [sizes[min(i, len(sizes) - 1)] if grows else sizes[0] for i in range(len(value))]
 
     return choose
 
 
-def _at_most(size: int) -> Callable[[Any], Any]:
-    return lambda value: [min(v, size) for v in value] if isinstance(value, list | tuple) else min(value, size)
+def _convolutions(value: Any) -> Any:
+    """Two in front of a model of sound, instead of seven: their widths, kernels or strides, by their size."""
+    return value if not _is_list(value) else [16, 16] if value[0] > 20 else [3, 3] if value[0] > 5 else [2, 2]
 
 
-def _image(value: Any) -> Any:
-    return [32] * len(value) if isinstance(value, list | tuple) else 32
-
-
-def _patch(value: Any) -> Any:
-    return [min(v, 8) for v in value] if isinstance(value, list | tuple) else min(value, 8)
-
-
-SIZES: list[tuple[str, Callable[[Any], Any]]] = [  # names of sizes, and what becomes of them; the first that fits
-    (r"chunk_size_feed_forward", lambda v: v),
-    (r"(attention_)?chunk_size|attention_chunk_size|sliding_window(_size)?|local_attention|attention_window", _at_most(6)),
-    (r"deepstack_visual_indexes|fullatt_block_indexes|global_attn_indexes|full_attn_idxs|full_attention_indexes", lambda v: [1]),
-    (r"mrope_section", lambda v: [2, 1, 1]),
-    (r"num_(feat_extract|conv)_layers", _at_most(2)),
-    (r"conv_(dim|kernel|stride)", lambda v: v if isinstance(v, int) else {True: [16, 16]}.get(v[0] > 20, [3, 3] if v[0] > 5 else [2, 2])),
-    (r"num_conv_pos_embeddings", lambda v: 8),
-    (r"num_conv_pos_embedding_groups", lambda v: 2),
-    (r"num_nextn_predict_layers|first_k_dense_replace|num_adapter_layers", _at_most(1)),
-    (r"depths|layers_per_stage|stage_num_blocks", _lists([1])),
-    (r"(.*_)?(layers|blocks)|n_layers?|(.*_)?depth|num_.*_layers", lambda v: [1] * len(v) if isinstance(v, list) else min(v, 2)),
-    (r"num_(key_value|kv)_heads|n_kv_heads?|num_key_value_groups|num_global_key_value_heads|swa_num_key_value_heads", lambda v: min(v, 2) if isinstance(v, int) else v),
-    (r"mamba_(n|num)_heads|linear_num_.*_heads", lambda v: 4),
-    (r"(.*_)?(num_)?(attention_|attn_)?heads?|n_heads?|num_.*_heads|(.*_)?n_heads?", lambda v: min(v, HEADS) if isinstance(v, int) else _lists([2, 4, 8, 16])(v)),
-    (r"(q|kv|o)_lora_rank", _at_most(16)),
-    (r"rotary_dim", _at_most(4)),
-    (r"(.*_)?(head_dim|dim_head|head_size)|d_kv|d_head|kv_channels|attention_head_dim|linear_(key|value)_head_dim|mamba_(d_head|head_dim)", _at_most(8)),
-    (r"(.*_)?(d_state|state_size|ssm_state_size)", _at_most(8)),
-    (r"hidden_sizes|neck_hidden_sizes|embed_dims?|encoder_hidden_sizes|dims|num_channels_list|channels", _lists([16, 32, 64, 128])),
-    (r"(.*_)?(intermediate|ffn|feedforward|feed_forward|mlp|ff)_?(size|dim|hidden_size)?s?|n_inner|d_ff|d_inner|dim_feedforward|(.*_)?ffn_dim", lambda v: INNER if isinstance(v, int) else [INNER] * len(v)),
-    (r"(.*_)?(hidden_size|d_model|n_embd|embed_dim|embedding_size|hidden_dim|embedding_dim|width|proj(ection)?_(dim|size)|emb_dim|d_embed|cross_attention_dim|kv_dim|out_hidden_size|output_dim|encoder_dim|decoder_dim|lru_width|hidden_channels|output_channels|fpn_hidden_size|conv_dim|feature_size|mask_feature_size|qformer_hidden_size|dim|hidden_features)", _at_most(WIDTH)),
-    (r"(.*_)?codebook_size", _at_most(64)),
-    (r"num_embeddings|(.*_)?vocab_size", _at_most(VOCAB)),
-    (r"relative_attention_num_buckets|position_buckets", _at_most(8)),
-    (r"relative_attention_max_distance|max_relative_positions?|max_bucket_distance", _at_most(10)),
-    (r"max_2d_position_embeddings|max_xpath_.*|max_tree_.*", _at_most(1024)),
-    (r"max_(source|target)_positions|max_audio_.*|max_speech_positions", _at_most(32)),
-    (r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_length|seq_length|max_seq_length|original_max_position_embeddings|context_length|max_text_len)", _at_most(POSITIONS)),
-    (r"(.*_)?image_size|input_size|pretrain_image_size|crop_size|img_size", _image),
-    (r"(.*_)?patch_size", _patch),
-    (r"window_size", lambda v: 32 if isinstance(v, int) and v >= 64 else _at_most(4)(v)),  # of pixels, or of patches
-    (r"(num|n)_(local_|routed_|total_)?experts|moe_num_experts|n_routed_experts", _at_most(4)),
-    (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k|num_selected_experts|moe_top_k|router_top_k|index_topk", _at_most(2)),
-    (r"n_group|topk_group|num_expert_group", lambda v: 1),
-    (r"n_shared_experts|num_shared_experts", _at_most(1)),
-    (r"num_pos_feats", _at_most(WIDTH // 2)),
-    (r"num_queries|num_object_queries|num_query_tokens|num_latents|num_proposals|num_denoising", _at_most(8)),
-    (r"num_mel_bins|feature_projection_input_dim|feature_dim|num_mel_features|n_mels|input_feat_per_channel", _at_most(16)),
-    (r"num_frames", _at_most(4)),
-    (r"num_codebooks|n_codebooks", _at_most(2)),
-    (r"(.*_)?(image|mm|audio|vision)_(seq_length|tokens_per_image|token_num)|mm_tokens_per_image", lambda v: 4),
-    (r"num_position_embeddings", lambda v: 16),
-]  # fmt: skip
-RANDOM = re.compile(r".*(dropout|drop_rate|pdrop|drop_prob|drop_path|layerdrop|jitter|mask_time_prob|mask_feature_prob).*")
-KINDS = re.compile(r".*(layer_types|layers_block_type|block_types?|mlp_layer_types|attention_types|no_rope_layers).*")
-TOKEN = re.compile(r".*(token_id|token_ids|token_index|_token|token_id_list|_ids?)$")
-NAMES = [(re.compile(pattern), become) for pattern, become in SIZES]
+SIZES: list[tuple[Callable[[Any], Any], str]] = [  # what becomes of a size, and names; the first that fits decides
+    (lambda value: value, "chunk_size_feed_forward"),
+    (at_most(6), "chunk_size attention_chunk_size sliding_window sliding_window_size local_attention attention_window"),
+    (lambda value: [1], "deepstack_visual_indexes fullatt_block_indexes global_attn_indexes full_attn_idxs"),
+    (lambda value: [2, 1, 1], "mrope_section"),
+    (at_most(2), "num_feat_extract_layers num_conv_layers"),
+    (_convolutions, "conv_dim conv_kernel conv_stride"),
+    (always(8), "num_conv_pos_embeddings"),
+    (always(2), "num_conv_pos_embedding_groups"),
+    (at_most(1), "num_nextn_predict_layers first_k_dense_replace num_adapter_layers"),
+    (always(1), "depths layers_per_stage stage_num_blocks"),
+    (by_stage(1, one=at_most(2)), "layers *_layers blocks *_blocks n_layer depth *_depth"),
+    (at_most(2), "num_key_value_heads num_kv_heads n_kv_head* num_key_value_groups *_num_key_value_heads"),
+    (at_most(2), "num_global_key_value_heads"),
+    (always(4), "mamba_n_heads mamba_num_heads linear_num_*_heads"),
+    (by_stage(2, 4, 8, 16, one=at_most(HEADS)), "head heads *_head *_heads"),
+    (at_most(16), "q_lora_rank kv_lora_rank o_lora_rank"),
+    (at_most(4), "rotary_dim"),
+    (at_most(8), "*head_dim *dim_head *head_size d_kv d_head *_d_head kv_channels"),
+    (at_most(8), "*d_state *state_size"),
+    (by_stage(16, 32, 64, 128, one=always(128)), "*hidden_sizes embed_dims dims num_channels_list channels"),
+    (by_stage(16, 32, 64, 128, one=at_most(WIDTH)), "embed_dim"),
+    (
+        always(INNER),
+        "*intermediate_size *intermediate_sizes *ffn_dim *ffn_hidden_size *mlp_dim *mlp_hidden_size n_inner",
+    ),
+    (always(INNER), "d_ff d_inner dim_ff *dim_feedforward *intermediate_dim feed_forward_size intermediate_size_mlp"),
+    (always(INNER), "*feed_forward_hidden_size *feedforward_dim *ff_dim *ffn_size"),
+    (at_most(WIDTH), "*hidden_size *d_model *n_embd *embed_dim *embedding_size *hidden_dim *embedding_dim *width"),
+    (at_most(WIDTH), "*proj_dim *proj_size *projection_dim *projection_size *d_embed *feature_size *hidden_features"),
+    (at_most(WIDTH), "*hidden_channels *output_channels conv_dim"),
+    (
+        at_most(16),
+        "num_mel_bins num_mel_features n_mels input_feat_per_channel feature_projection_input_dim feature_dim",
+    ),
+    (at_most(WIDTH), "dim *_dim"),
+    (at_most(64), "*codebook_size"),
+    (at_most(VOCAB), "num_embeddings *vocab_size"),
+    (at_most(8), "relative_attention_num_buckets position_buckets"),
+    (at_most(10), "relative_attention_max_distance max_relative_position* max_bucket_distance"),
+    (at_most(1024), "max_2d_position_embeddings max_xpath_* max_tree_*"),
+    (at_most(32), "max_source_positions max_target_positions max_audio_* max_speech_positions"),
+    (at_most(POSITIONS), "*max_position_embeddings *n_positions *n_ctx *max_seq_len *max_sequence_length *max_length"),
+    (at_most(POSITIONS), "*seq_length *context_length *max_text_len"),
+    (always(32), "*image_size input_size crop_size img_size"),
+    (at_most(8), "*patch_size"),
+    (lambda value: 32 if not _is_list(value) and value >= 64 else at_most(4)(value), "window_size"),  # pixels, patches
+    (at_most(4), "num_experts num_local_experts num_routed_experts n_routed_experts n_experts moe_num_experts"),
+    (at_most(2), "num_experts_per_tok* moe_k moe_topk top_k num_selected_experts moe_top_k router_top_k index_topk"),
+    (always(1), "n_group topk_group num_expert_group"),
+    (at_most(1), "n_shared_experts num_shared_experts"),
+    (at_most(WIDTH // 2), "num_pos_feats"),
+    (at_most(8), "num_queries num_object_queries num_query_tokens num_latents num_proposals num_denoising"),
+    (at_most(4), "num_frames"),
+    (at_most(2), "num_codebooks n_codebooks"),
+    (always(4), "image_seq_length mm_tokens_per_image image_token_num"),
+    (always(16), "num_position_embeddings"),
+]
+RANDOM = re.compile("dropout|drop_rate|pdrop|drop_prob|drop_path|layerdrop|jitter|mask_time_prob|mask_feature_prob")
+KINDS = re.compile("layer_types|layers_block_type|block_types?|attention_types|no_rope_layers")  # of layers
+TOKEN = re.compile("(token_id_list|token_index|_token|_ids?)$")
+NOT_SIZES = {"model_type", "transformers_version", "architectures", "id2label", "label2id", "num_labels", "dtype"}
+NOT_SIZES |= {"out_features", "out_indices", "stage_names"}  # the defaults of fewer stages
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 OVERRIDES: dict[str, dict[str, Any]] = {  # by the name of a configuration's class
@@ -160,62 +181,57 @@ FILLED = {"head_dim": WIDTH // HEADS, "num_key_value_heads": HEADS, "vocab_size"
 
 
 def overrides(kind: Any) -> dict[str, Any]:
-    if kind.__name__.removesuffix("Config") in DETECTORS:  # theirs is of a package that is not here
-        stages = {"embedding_size": 8, "hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "layer_type": "basic"}
-        backbone = transformers.ResNetConfig(**stages, out_features=["stage2", "stage3", "stage4"])
-        backbone = backbone if "Deformable" in kind.__name__ else transformers.ResNetConfig(**stages, out_features=["stage4"])
-        return {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": backbone}
-    return OVERRIDES.get(kind.__name__, {})
+    name = kind.__name__
+    if name.removesuffix("Config") not in DETECTORS:
+        return OVERRIDES.get(name, {})
+    stages = ["stage2", "stage3", "stage4"] if "Deformable" in name else ["stage4"]
+    backbone = {"embedding_size": 8, "hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "layer_type": "basic"}
+    made = {"backbone_config": transformers.ResNetConfig(**backbone, out_features=stages), "backbone": None}
+    return made | {"use_timm_backbone": False, "use_pretrained_backbone": False}
 
 
 def shrink(name: str, value: Any) -> Any:
     """A value of a configuration, small."""
-    if RANDOM.fullmatch(name) and isinstance(value, int | float) and not isinstance(value, bool):
-        return type(value)(0)
     if isinstance(value, bool) or value is None:
         return value
+    if RANDOM.search(name) and isinstance(value, int | float):
+        return type(value)(0)
     if isinstance(value, dict) and name.startswith("rope_"):
         return {inner: shrink(inner, v) for inner, v in value.items()}
-    if KINDS.fullmatch(name) and isinstance(value, list) and len(value) > 2:
-        return value[-2:]  # kinds of layers: the last two of a pattern differ where any do
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if not numbers or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+    if KINDS.search(name) and isinstance(value, list) and len(value) > 2:
+        return value[-2:]  # the last two of a pattern differ where any do
+    numbers = value if _is_list(value) else [value]
+    if not numbers or not all(type(number) is int for number in numbers):
         return value
-    for pattern, become in NAMES:
-        if pattern.fullmatch(name):
-            return become(value)
-    return value
+    become = _rule(name)
+    return value if become is None else become(value)
+
+
+@cache
+def _rule(name: str) -> Callable[[Any], Any] | None:
+    return next((become for become, names in SIZES if any(fnmatchcase(name, word) for word in names.split())), None)
 
 
 def tiny_config(
-    kind: Any, tokens: dict[int, int] | None = None, given: dict[str, Any] | None = None, classes: int = CLASSES
+    kind: Any, classes: int = CLASSES, given: dict[str, Any] | None = None, tokens: dict[int, int] | None = None
 ) -> Any:
-    """The class's default, or what a model around it has for it, made small."""
+    """The class's default, or what a model around it has `given` for it, made small. `tokens` are the ids that have
+    been moved into the small vocabulary."""
     tokens = {} if tokens is None else tokens
-    default = kind() if given is None else kind(**given)
-    values = default.to_dict()
-    known = _arguments(kind)
+    default = kind(**(given or {}))
+    values, known = default.to_dict(), _arguments(kind)
     made: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in ("model_type", "transformers_version", "architectures", "id2label", "label2id", "num_labels", "dtype",
-                    "out_features", "out_indices", "stage_names"):
-            continue
+    for name in [name for name in values if name not in NOT_SIZES]:
         inner = getattr(default, name, None)
         if hasattr(inner, "to_dict"):
-            made[name] = tiny_config(type(inner), tokens, _own(inner))
-        elif name in known or known is ANY:
-            made[name] = _token(name, value, tokens) if TOKEN.fullmatch(name) else shrink(name, value)
-    if "vocab_size" in made and made.get("pad_token_id", 0) is None:
-        made["pad_token_id"] = PADDING
-    if "apply_spec_augment" in made:
-        made["apply_spec_augment"] = False
-    if isinstance(made.get("rope_parameters"), dict) and _mentions(kind, "mrope_section"):
-        made["rope_parameters"] = made["rope_parameters"] | {"mrope_section": [2, 1, 1]}
-    made |= {name: size for name, size in FILLED.items() if name in made and made[name] is None}
-    if "num_key_value_heads" in made and values.get("num_key_value_heads") == values.get("num_attention_heads"):
-        made["num_key_value_heads"] = made.get("num_attention_heads", HEADS)
+            own = {k: v for k, v in inner.to_dict().items() if k not in ("model_type", "transformers_version")}
+            made[name] = tiny_config(type(inner), CLASSES, own, tokens)
+        elif name in known:
+            is_token = TOKEN.search(name)
+            made[name] = _move_token(values[name], tokens) if is_token else shrink(name, values[name])
+    _complete(kind, made, values)
     made |= overrides(kind)
-    if "num_labels" in known or not any(hasattr(v, "to_dict") for v in made.values()):
+    if "num_labels" in known or not any(hasattr(value, "to_dict") for value in made.values()):
         made["num_labels"] = classes
     config = kind(**made)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
@@ -223,10 +239,22 @@ def tiny_config(
     return config
 
 
-ANY = frozenset({"num_labels"})
+def _complete(kind: Any, made: dict[str, Any], values: dict[str, Any]) -> None:
+    """What depends on other values, or is not given by default."""
+    if "vocab_size" in made and made.get("pad_token_id", 0) is None:
+        made["pad_token_id"] = PADDING
+    if "apply_spec_augment" in made:
+        made["apply_spec_augment"] = False
+    if isinstance(made.get("rope_parameters"), dict) and _mentions(kind, "mrope_section"):
+        made["rope_parameters"] = made["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+    made |= {name: size for name, size in FILLED.items() if name in made and made[name] is None}
+    for name in [name for name in made if name.endswith("num_key_value_heads")]:
+        of_queries = name.replace("key_value", "attention")
+        if values[name] == values.get(of_queries):  # as many as of queries
+            made[name] = made[of_queries]
 
 
-def _arguments(kind: Any) -> Any:
+def _arguments(kind: Any) -> set[str]:
     names: set[str] = set()
     for base in kind.__mro__:
         names |= set(getattr(base, "__dataclass_fields__", {})) | set(vars(base).get("__annotations__", {}))
@@ -242,15 +270,11 @@ def _mentions(kind: Any, word: str) -> bool:
     return any(word in path.read_text() for path in folder.glob("modeling_*.py"))
 
 
-def _own(config: Any) -> dict[str, Any]:
-    return {k: v for k, v in config.to_dict().items() if k not in ("model_type", "transformers_version")}
-
-
-def _token(name: str, value: Any, tokens: dict[int, int]) -> Any:
+def _move_token(value: Any, tokens: dict[int, int]) -> Any:
     """Ids beyond the small vocabulary become ids at its end: the same one everywhere."""
-    if isinstance(value, list | tuple):
-        return [_token(name, v, tokens) for v in value]
-    if not isinstance(value, int) or isinstance(value, bool) or value < FIRST_TOKEN:
+    if _is_list(value):
+        return [_move_token(v, tokens) for v in value]
+    if type(value) is not int or value < FIRST_TOKEN:
         return value
     return tokens.setdefault(value, VOCAB - 1 - len(tokens))
 
@@ -263,7 +287,7 @@ LARGEST = 20_000_000  # parameters
 def build(name: str, family: str, outliers: bool = True) -> PreTrainedModel:
     """In fp32 and training mode, without anything random."""
     kind = find_class(name, family)
-    config = tiny_config(kind.config_class, classes=2 if "QuestionAnswering" in name else CLASSES)
+    config = tiny_config(kind.config_class, 2 if "QuestionAnswering" in name else CLASSES)
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in kind(config).parameters())
@@ -278,6 +302,18 @@ def build(name: str, family: str, outliers: bool = True) -> PreTrainedModel:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model.float().train()
+
+
+def narrow(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """As from_pretrained gives a model in this precision: some modules stay in fp32."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    model = model.to(dtype)
+    for name, module in model.named_modules():
+        if kept & set(name.split(".")):
+            module.float()
+    return model
 
 
 @torch.no_grad()
@@ -313,6 +349,9 @@ class Draw:
     mask: bool = True
     labels: str = "drawn"  # or none, or ignored
     options: tuple[tuple[str, Any], ...] = ()
+
+
+PLAIN = Draw()
 
 
 @dataclass(frozen=True)
@@ -357,10 +396,8 @@ def label_kind(model: nn.Module) -> str | None:
 def forms(model: nn.Module) -> Iterator[Form]:
     """From the richest to the poorest."""
     names = signature(model)
-    reads = [name for name in ("pixel_values", "pixel_values_videos", "input_values", "input_features") if name in names]
-    labels = label_kind(model)
     text = "input_ids" in names
-    start = Form(text=text, labels=labels, decoder="decoder_input_ids" in names)
+    start = Form(text=text, labels=label_kind(model), decoder="decoder_input_ids" in names)
     pictures: list[Form] = []
     if {"image_grid_thw", "grid_thw"} & set(names):
         merge = _find(model.config, "spatial_merge_size") or 1
@@ -369,11 +406,10 @@ def forms(model: nn.Module) -> Iterator[Form]:
             pictures.append(replace(start, grid=True, image_tokens=GRID**2))
     if "spatial_shapes" in names:
         pictures.append(replace(start, patches=True))
-    if "pixel_values" in reads or ("pixel_values_videos" in reads and not text):
-        for shape in _image_shapes(model):
-            pictures.append(replace(start, pixels=shape))
-    for shape in _sound_shapes(model) if {"input_values", "input_features"} & set(reads) else ():
-        pictures.append(replace(start, sound=shape))
+    if "pixel_values" in names or ("pixel_values_videos" in names and not text):
+        pictures += [replace(start, pixels=shape) for shape in _image_shapes(model)]
+    if {"input_values", "input_features"} & set(names):
+        pictures += [replace(start, sound=shape) for shape in _sound_shapes(model)]
     for form in [*pictures, *([start] if text or not pictures else [])]:
         yield form
         if form.labels:
@@ -400,8 +436,8 @@ def _image_shapes(model: Any) -> list[tuple[int, ...]]:
     channels = _find(config, "num_channels") or 3
     channels = channels if isinstance(channels, int) else 3
     frames = _find(config, "num_frames") or 2
-    shapes = [(channels, height, width), (frames, channels, height, width), (1, channels, height, width)]
-    return shapes + [(channels, 64, 64)]
+    image = (channels, height, width)
+    return [image, (frames, *image), (1, *image), (channels, 64, 64)]
 
 
 BINS = ("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "feature_size")
@@ -415,7 +451,7 @@ def _sound_shapes(model: Any) -> list[tuple[int, ...]]:
     return [(bins, 2 * longest), (64, bins), (bins, 64), (2 * longest, bins)]
 
 
-def draw_batch(model: Any, form: Form, draw: Draw = Draw(), seed: int = 0) -> Batch:
+def draw_batch(model: Any, form: Form, draw: Draw = PLAIN, seed: int = 0) -> Batch:
     generator, names = torch.Generator().manual_seed(seed), signature(model)
     batch: Batch = {}
     real = torch.ones(ROWS, LENGTH, dtype=torch.bool)
@@ -461,7 +497,7 @@ def draw_batch(model: Any, form: Form, draw: Draw = Draw(), seed: int = 0) -> Ba
         for name in ("input_ids", "attention_mask", "bbox"):
             if name in batch:
                 batch[name] = torch.stack([batch[name], batch[name].roll(1, 0)], 1)
-    if "use_cache" in names or "kwargs" in names and form.text and _find(model.config, "use_cache") is not None:
+    if "use_cache" in names or ("kwargs" in names and form.text and _find(model.config, "use_cache") is not None):
         batch["use_cache"] = False
     numbers = {k: v.bfloat16().float() for k, v in batch.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return batch | numbers | dict(draw.options)
@@ -475,10 +511,9 @@ def _draw_pixels(model: Any, form: Form, generator: torch.Generator) -> Batch:
         width = channels * patch**2 * (frames if form.grid else 1)
         pixels = torch.randn(ROWS, GRID**2, width, generator=generator)
         if form.patches:
-            shapes = torch.tensor([[GRID, GRID]] * ROWS)
-            mask = {n: torch.ones(ROWS, GRID**2).long() for n in ("pixel_attention_mask",) if n in names}
-            mask |= {n: mask["pixel_attention_mask"] for n in ("attention_mask",) if n in names and not form.text and mask}
-            return {"pixel_values": pixels, "spatial_shapes": shapes} | mask
+            masks = ("pixel_attention_mask",) if form.text else ("pixel_attention_mask", "attention_mask")
+            made = {name: torch.ones(ROWS, GRID**2).long() for name in masks if name in names}
+            return made | {"pixel_values": pixels, "spatial_shapes": torch.tensor([[GRID, GRID]] * ROWS)}
         pixel_name = "pixel_values" if "pixel_values" in names else "hidden_states"
         grid_name = "image_grid_thw" if "image_grid_thw" in names else "grid_thw"
         return {pixel_name: pixels.flatten(0, 1), grid_name: torch.tensor([[1, GRID, GRID]] * ROWS)}

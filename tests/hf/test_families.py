@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import transformers as hf
 from torch import nn
 
 import stretto
@@ -17,7 +15,6 @@ from tests.hf.families import OLD
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of many families
 SAMPLE = {
-    "BambaForCausalLM": "bamba",
     "BartForConditionalGeneration": "bart",
     "BertForMaskedLM": "bert",
     "BertForPreTraining": "bert",
@@ -113,7 +110,8 @@ def test_an_error_in_some_calls_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         return model
 
     result = check_with(monkeypatch, accelerate)
-    assert result.faults["raises when called"] == ["no labels, train, float32: " + result.faults["raises when called"][0].partition(": ")[2]]
+    (where,) = result.faults["raises when called"]
+    assert where.startswith("no labels, train, float32: RuntimeError: no labels")
     assert "half exchanged" in result.faults  # nobody took the hook away
 
 
@@ -133,4 +131,3 @@ def test_a_model_that_is_left_half_exchanged_is_found(monkeypatch: pytest.Monkey
 def test_a_class_that_cannot_be_built_is_not_tried() -> None:
     result = check_class("LlamaForNothing", "llama")
     assert result.result == "not tried" and "LlamaForNothing" in result.reason
-    assert torch.is_grad_enabled() and hf.__version__
