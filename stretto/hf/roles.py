@@ -260,12 +260,16 @@ def find_activation(function: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def draw_inputs(module: nn.Module, arity: int, width: int) -> list[Tensor]:
-    """Random rows [1, ROWS, width]; the second argument, a residual, is as wide as the output."""
+    """Random rows [1, ROWS, width] of all sizes, half of them with a mean that is not zero; the second argument, a
+    residual, is as wide as the output."""
     like = next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     dense = [child for child in module.children() if _letter(child) == "L"]
     widths = [width, weight_of(dense[-1]).shape[0]] if arity == 2 else [width]
-    return [torch.randn(1, ROWS, w, generator=generator).to(like.device, like.dtype) for w in widths]
+    size = torch.logspace(-2, 1, ROWS)[:, None]
+    mean = torch.arange(ROWS)[:, None] % 2
+    rows = [size * (torch.randn(1, ROWS, w, generator=generator) + mean) for w in widths]
+    return [each.to(like.device, like.dtype) for each in rows]
 
 
 @contextmanager
