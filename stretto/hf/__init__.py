@@ -6,6 +6,10 @@
 
     roles.py      finds what a module does by running it: never by the name of its class
     layers.py     the modules that take the place of those that were found
+    journal.py    how a module is exchanged, and how that is undone
+    trial.py      what every exchange has to pass: the same results, in numbers that cannot hide a difference
+    draw.py       the batches that models are tried on
+    exchanges.py  all exchanges of a model, each tried before it stays
     packing.py    padded batches and packed documents: layers run on the real tokens alone
     attention.py  attention inside the sequences of such a batch, through transformers' own interface
     loss.py       logits that are not computed unless somebody looks at them, and the loss without them

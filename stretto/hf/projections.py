@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.hf.call import current_call
-from stretto.hf.exchange import original
+from stretto.hf.journal import original
 from stretto.hf.layers import Parts, is_touched
 from stretto.hf.pending import compute, is_deferring
 from stretto.ops.heads import project_heads, rotate_heads

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.hf.exchange import Journal
+from stretto.hf.journal import Journal
 from stretto.hf.lazy import Lazy
 from stretto.hf.roles import quietly
 

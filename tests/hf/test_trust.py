@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import stretto
 import stretto.hf
-from stretto.hf.exchange import Journal
+from stretto.hf.journal import Journal
 from stretto.hf.layers import Parts
 from stretto.hf.pending import Pending
 from stretto.hf.trial import find_stand_ins
@@ -145,7 +145,7 @@ def test_an_error_undoes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stretto.hf.swap._Trials._swap_head", interrupt)
+    monkeypatch.setattr("stretto.hf.exchanges.Exchanges._swap_head", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stretto.accelerate(model)
     assert [(type(module), set(vars(module)), len(module._forward_hooks)) for module in model.modules()] == states
@@ -427,7 +427,7 @@ def test_a_batch_without_a_single_label(family: str) -> None:
     assert model(**batch).loss.isnan() and plain(**batch).loss.isnan()
     options = {"num_items_in_batch": torch.tensor(4)} if family in ("llama",) else {}
     if options:
-        found, expected = (each(**batch, **options).loss for each in (model, plain))
+        found, expected = (each(**batch, **options).loss.detach() for each in (model, plain))
         assert float(found) == float(expected) == 0.0
 
 
