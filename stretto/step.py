@@ -144,7 +144,7 @@ class Recorders:
         assert isinstance(optimizer, FlatAdamW)
         self.memory = Memory()
         self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, self.memory)
-        self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, self.memory)
+        self.learn = Recorder(lambda batch: (learn(parts, batch),), lambda: nullcontext(((), ())), self.memory)
         self.update = Recorder(lambda: (update(parts),), optimizer.recording, self.memory)
         self.theta: float | None = None
 

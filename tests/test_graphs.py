@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,42 @@ def test_a_language_model_trains_bit_for_bit_as_without(
     # One micro-batch: whole steps from the second on. Two: a pass is recorded within the first step, the update later.
     assert len(replays) == (49 if micro_batches == 1 else 99 + 49)
     assert len(set(replays)) == micro_batches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_autograd_hears_of_every_replayed_update_once(make_config: MakeConfig, micro_batches: int) -> None:
+    changes: dict[str, Any] = {"techniques__fused": {"weights": "split"}, "train__precision": "bf16"}
+    config = make_config(run__device="cuda", train__graphs="on", train__micro_batches=micro_batches, **changes)
+    config = replace(config, model=replace(config.model, vocab=260))
+    parts = stretto.train.build(config, Runtime(torch.device("cuda")))
+    batch, weights = make_batch(KINDS["decoder"]).to(torch.device("cuda")), list(parts.plain.parameters())
+    for step in range(6):
+        early, versions = parts.plain(batch), [p._version for p in weights]
+        batches = [(step * micro_batches + i, batch) for i in range(micro_batches)]
+        stretto.step.run_step(parts, batches, micro_batches * batch.counts.labels, 1)
+        assert [p._version for p in weights] == [version + 1 for version in versions], step
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            early.backward()
+    assert parts.recorders is not None
+    assert (parts.recorders.step if micro_batches == 1 else parts.recorders.update).recordings
+
+
+def test_what_a_replay_changes_is_made_known_to_autograd() -> None:
+    """What a graph writes it writes by address, as numpy does here in its place."""
+
+    class Graph:
+        def replay(self) -> None:
+            weight.detach().numpy()[:] += 1
+
+    weight, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    recorder = graphs.Recorder(lambda: (), nullcontext, memory=None)  # type: ignore[arg-type]
+    recorder.recordings[()] = graphs.Recording(Graph(), [], (), None, [weight])  # type: ignore[arg-type]
+    loss = (weight.square() * other).sum()
+    recorder.run()
+    assert weight.tolist() == [2, 2, 2] and (weight._version, other._version) == (1, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.gpu

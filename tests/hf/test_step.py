@@ -175,6 +175,19 @@ def test_mistakes_are_named() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_autograd_hears_of_every_update_once() -> None:
+    """Also of those that are replayed, on a GPU."""
+    model, optimizer = make("gpt2")
+    step, batch, weights = Step(model, optimizer, clip=1.0), draw_batch("gpt2"), optimizer.param_groups[0]["params"]
+    for _ in range(5):
+        early, versions = model(**{name: t.to(DEVICE) for name, t in batch.items()}).loss, [p._version for p in weights]
+        step(batch)
+        assert [p._version for p in weights] == [version + 1 for version in versions]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            early.backward()
+    assert step.recorder is None or step.recorder.recordings
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in RECTANGULAR])
 def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
