@@ -91,8 +91,8 @@ class TextData(Data):
             )
         return count
 
-    def train_batch(self, index: int) -> Batch:
-        positions = batch_positions(index, self._cfg.batch_size)
+    def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
+        positions = batch_positions(index, self._cfg.batch_size, part, parts)
         return self._batch(self._train, self._order.samples(positions), Purpose.MASK, positions.start)
 
     def eval_batch(self, index: int) -> Batch:
