@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,11 +103,19 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+Prepare = Callable[[], AbstractContextManager[tuple[object, Sequence[Tensor]]]]
+
+
+def prepare_nothing() -> AbstractContextManager[tuple[object, Sequence[Tensor]]]:
+    """For work that reads its batches and what never moves, and leaves results and gradients."""
+    return nullcontext((None, ()))
+
+
 class Recorder:
     def __init__(
         self,
         work: Callable[..., tuple[Tensor, ...]],
-        prepare: Callable[[], AbstractContextManager[tuple[object, Sequence[Tensor]]]],
+        prepare: Prepare,
         memory: Memory,
     ) -> None:
         """`work` takes batches, dataclasses with tensors in them, or none. It must not ask the device anything, and
