@@ -156,6 +156,13 @@ class Batch:
         return self if self.labels.device.type == device.type else pack(self, device)
 
 
+def silence(batch: Batch) -> Batch:
+    """The same work, of which nothing is learned: for a process without samples, while others wait for its part in what
+    all of them compute. All its slots count as padding."""
+    counts = Counts(0, batch.counts.slots, 0, 0, source_slots=batch.counts.source_slots)
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORE), counts=counts, samples=())
+
+
 # Below, a batch may be any dataclass with tensors in it.
 
 

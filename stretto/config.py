@@ -48,8 +48,10 @@ class DataConfig:
     vocab: int = 8192  # size of a "bpe" tokenizer
     cache: str = ""  # where token files are kept; empty: in the run folder. Name a folder to share it between runs
     seq_len: int = 256  # text: tokens per window; translation: longest sentence, the rest is dropped
-    batch_size: int = 32  # text and images: sequences per micro-batch
-    max_tokens: int = 4096  # translation: tokens per micro-batch, on the longer side
+    # Of a micro-batch, which all processes share (see train.micro_batches): sequences of text, or images; and for
+    # translation, tokens on the longer side.
+    batch_size: int = 32
+    max_tokens: int = 4096
     # Text: True lets attention cross document ends (as GPT-2 was trained): every sequence is then seq_len long and
     # dense kernels apply. False keeps documents apart.
     join_documents: bool = False
@@ -188,9 +190,9 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1000
-    # Micro-batches per step over all processes, so that the global batch stays the same on any number of them.
-    # 0: one per process.
-    micro_batches: int = 0
+    # Micro-batches per step, over all processes: the batch of a step is the same on any number of them. They take whole
+    # micro-batches where these can be dealt out evenly, else each takes its part of the samples of some.
+    micro_batches: int = 1
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 on a GPU, fp32 on a CPU
     compile: bool = False  # torch.compile
     # CUDA graphs: steps are recorded and replayed, which takes the host out of small ones. auto: where they can be used
@@ -204,8 +206,8 @@ class TrainConfig:
     sample: str = ""  # decoder: what the sample in the report begins with
 
     def __post_init__(self) -> None:
-        _require_positive("train", self, "steps", "log_every")
-        _require_not_negative("train", self, "micro_batches", "eval_every", "eval_batches")
+        _require_positive("train", self, "steps", "micro_batches", "log_every")
+        _require_not_negative("train", self, "eval_every", "eval_batches")
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from stretto.batch import copy_into, pack, shape_of
 
@@ -39,6 +40,7 @@ class Recording:
     batches: list[Any]
     results: tuple[Tensor, ...]
     kept: object  # what else the graph reads
+    written: Sequence[Tensor]  # what a replay changes besides
 
 
 class Memory:
@@ -101,16 +103,24 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
+Prepare = Callable[[], AbstractContextManager[tuple[object, Sequence[Tensor]]]]
+
+
+def prepare_nothing() -> AbstractContextManager[tuple[object, Sequence[Tensor]]]:
+    """For work that reads its batches and what never moves, and leaves results and gradients."""
+    return nullcontext((None, ()))
+
+
 class Recorder:
     def __init__(
         self,
         work: Callable[..., tuple[Tensor, ...]],
-        prepare: Callable[[], AbstractContextManager[object]],
+        prepare: Prepare,
         memory: Memory,
     ) -> None:
         """`work` takes batches, dataclasses with tensors in them, or none. It must not ask the device anything, and
         leaves nothing behind that it has made but its results. `prepare` is entered around a recording, and gives what
-        has to live as long as it."""
+        has to live as long as it, and the tensors that each replay changes: autograd has to hear of that."""
         self.work, self.prepare, self.memory = work, prepare, memory
         self.seen: Counter[object] = Counter()
         self.recordings: dict[object, Recording] = {}
@@ -127,6 +137,7 @@ class Recorder:
         for own, batch in zip(recording.batches, batches, strict=True):
             copy_into(own, batch)
         recording.graph.replay()
+        increment_version(recording.written)
         return tuple(result.clone() for result in recording.results)
 
     def forget(self) -> None:
@@ -144,6 +155,6 @@ class Recorder:
 
     def record(self, batches: tuple[Any, ...]) -> Recording:
         graph, own = torch.cuda.CUDAGraph(), [pack(batch) for batch in batches]
-        with self.prepare() as kept, self.memory.recorded(graph):
+        with self.prepare() as (kept, written), self.memory.recorded(graph):
             results = self.work(*own)
-        return Recording(graph, own, results, kept)
+        return Recording(graph, own, results, kept, written)

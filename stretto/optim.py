@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -87,6 +88,9 @@ class FlatAdamW(torch.optim.Optimizer):
 
     Learning rate and weight decay of a group are tensors on the device; numbers may be assigned too. As torch's fused
     optimizers do, a step reads `found_inf` (unless 0, nothing is changed and nothing counted) and `grad_scale`.
+
+    Kernels write weights by their addresses, where autograd does not see it. So a step counts as a change of every
+    weight that has a gradient: a backward pass that needs the weights as they were is refused, as torch refuses it.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then sets these two, and does not wait for the device
@@ -133,6 +137,7 @@ class FlatAdamW(torch.optim.Optimizer):
         self._yes, self._one = torch.ones((), dtype=torch.bool, device=device), torch.ones((), device=device)
         self._active = torch.ones(len(members), device=device)  # 1 for parameters that have a gradient
         self._present = [True] * len(members)  # the same, on the host
+        self._written = self._find_written()
         self._grad_types = [p.dtype for p in self._params]
         self._launches = self._plan()
         self._norm: Tensor | None = None  # from `clip` to `step`
@@ -172,11 +177,17 @@ class FlatAdamW(torch.optim.Optimizer):
             )
         if present != self._present:
             self._present = present
+            self._written = self._find_written()
             if not self._recording:
                 self._upload_present()
 
     def _upload_present(self) -> None:
         upload(torch.tensor(self._present, dtype=torch.float32, device="cpu"), self._active)
+
+    def _find_written(self) -> list[Tensor]:
+        """The weights that a step changes. A sharded one and its local part are two tensors to autograd."""
+        written = [p for p, present in zip(self._params, self._present, strict=True) if present]
+        return written + [p._local_tensor for p in written if isinstance(p, DTensor)]
 
     @torch.no_grad()
     def clip(self, limit: float) -> Tensor:
@@ -213,22 +224,27 @@ class FlatAdamW(torch.optim.Optimizer):
         )
         for _, launch in self._launches:
             launch.update(flat, control, self._rule)
+        if not self._recording:
+            increment_version(self._written)
         self._norm, self._limit = None, math.inf
         return loss
 
     @contextmanager
-    def recording(self) -> Iterator[list[Tensor | None]]:
-        """Around the recording of a step as a CUDA graph; gives what has to live as long as the graph: where weights
-        and gradients are, and which parameters have one in it. Both are filled in afterwards, since nothing may be
-        uploaded meanwhile."""
-        usual = self._active, self._present
+    def recording(self) -> Iterator[tuple[list[Tensor | None], list[Tensor]]]:
+        """Around the recording of a step as a CUDA graph. Gives what has to live as long as the graph (where weights
+        and gradients are, and which parameters have one in it), and the weights that each replay changes. All of it is
+        filled in afterwards, since nothing may be uploaded meanwhile."""
+        usual = self._active, self._present, self._written
+        written: list[Tensor] = []
         self._active, self._recording = torch.empty_like(self._active), True
         try:
             with ExitStack() as stack:
-                yield [self._active, *(stack.enter_context(launch.recording()) for _, launch in self._launches)]
+                tables = [stack.enter_context(launch.recording()) for _, launch in self._launches]
+                yield [self._active, *tables], written
                 self._upload_present()
+                written += self._written
         finally:
-            (self._active, self._present), self._recording = usual, False
+            (self._active, self._present, self._written), self._recording = usual, False
 
     def _decide(self) -> Tensor:
         """Whether the update is applied: a boolean on the device."""

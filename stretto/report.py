@@ -12,16 +12,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.progress import Progress, ProgressColumn, Task
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 
 from stretto.runtime import memory_gib, peak_flops
 
 EVENTS = "events.jsonl"
+GAP = "  "
+IMPORTANCE = ("step", "loss", "speed", "left", "bar", "mfu", "memory", "lr", "norm", "padding", "elapsed")
+SHORTEST_BAR, LONGEST_BAR = 10, 40
 
 
 class Report:
@@ -39,13 +46,8 @@ class Report:
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_at + 1)
         self.file = self.path.open("a", encoding="utf-8")
         if sys.stdout.isatty():
-            columns = (
-                *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")),
-                *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
-                TextColumn("{task.fields[numbers]}"),
-            )
-            self.bar = Progress(*columns, console=self.console)
-            self.task = self.bar.add_task("train", total=total, completed=resume_at, numbers="")
+            self.bar = Progress(BarAndNumbers(), console=self.console)
+            self.task = self.bar.add_task("train", total=total, completed=resume_at, numbers={})
             self.bar.start()
 
     def __enter__(self) -> Report:
@@ -85,22 +87,63 @@ class Report:
 
     def train_line(self, values: dict[str, Any], seconds_per_step: float) -> None:
         self.event(**values)
-        text = (
-            f"loss {values['loss']:.4f}  lr {values['lr']:.2e}  norm {values['grad_norm']:.2f}  "
-            f"{values['tokens_per_s']:,.0f} tok/s  pad {values['padding']:.1%}  "
-            + (f"mfu {values['mfu']:.1%}  " if values["mfu"] else "")
-            + f"mem {values['memory_gib']:.2f} GiB"
-        )
+        numbers = {
+            "loss": f"loss {values['loss']:.4f}",
+            "lr": f"lr {values['lr']:.2e}",
+            "norm": f"norm {values['grad_norm']:.2f}",
+            "speed": f"{values['tokens_per_s']:,.0f} tok/s",
+            "padding": f"pad {values['padding']:.1%}",
+            **({"mfu": f"mfu {values['mfu']:.1%}"} if values["mfu"] else {}),
+            "memory": f"mem {values['memory_gib']:.2f} GiB",
+        }
         if self.bar is not None:
-            self.bar.update(self.task, completed=values["step"], numbers=text)
+            self.bar.update(self.task, completed=values["step"], numbers=numbers)
         else:
             # The first step compiles and allocates: it foretells nothing.
             left = _clock(seconds_per_step * (self.total - values["step"])) if values["step"] > 1 else "?"
-            self.say(f"step {values['step']}/{self.total}  {text}  left {left}")
+            self.say(GAP.join([f"step {values['step']}/{self.total}", *numbers.values(), f"left {left}"]))
 
     def eval_line(self, step: int, scores: dict[str, float]) -> None:
         self.event(step=step, **scores)
         self.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+
+
+class BarAndNumbers(ProgressColumn):
+    """One line, however wide the terminal is: what does not fit is left out, and the most important stays."""
+
+    def render(self, task: Task) -> RenderableType:
+        left = "?" if task.time_remaining is None else _clock(task.time_remaining)
+        pieces = {"step": f"{task.completed:.0f}/{task.total:.0f}", **task.fields["numbers"]}
+        pieces |= {"elapsed": f"time {_clock(task.elapsed or 0.0)}", "left": f"left {left}", "bar": " " * SHORTEST_BAR}
+        return FittedLine(task, pieces)
+
+
+@dataclass
+class FittedLine:
+    task: Task
+    pieces: dict[str, str]  # by name, in the order in which they are shown
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(options.max_width, options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType | Segment]:
+        chosen = choose_pieces(self.pieces, options.max_width)
+        text = GAP.join(piece for name, piece in self.pieces.items() if name in chosen - {"bar"})
+        yield Segment(text)
+        if "bar" in chosen:
+            yield Segment(GAP)
+            width = min(options.max_width - len(text) - len(GAP), LONGEST_BAR)
+            yield ProgressBar(self.task.total, self.task.completed, width)
+
+
+def choose_pieces(pieces: dict[str, str], width: int) -> set[str]:
+    """The names of those that fit into a line, chosen by importance."""
+    chosen, left = set(), width + len(GAP)
+    for name in IMPORTANCE:
+        if name in pieces and len(pieces[name]) + len(GAP) <= left:
+            chosen.add(name)
+            left -= len(pieces[name]) + len(GAP)
+    return chosen
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

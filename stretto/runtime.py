@@ -46,7 +46,7 @@ class Runtime:
 
     @property
     def data_rank(self) -> int:
-        """Which of the micro-batches that are worked on at the same time is this process's."""
+        """Which of those that share out the batch of a step this process is, or its group."""
         return self.rank // self.sequence
 
     @property

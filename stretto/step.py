@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
-from stretto.graphs import Memory, Recorder
+from stretto.graphs import Memory, Recorder, prepare_nothing
 from stretto.guard import Guard
 from stretto.layers import Pressure
 from stretto.model import Model
@@ -144,7 +144,7 @@ class Recorders:
         assert isinstance(optimizer, FlatAdamW)
         self.memory = Memory()
         self.step = Recorder(lambda batch: (learn(parts, batch), update(parts)), optimizer.recording, self.memory)
-        self.learn = Recorder(lambda batch: (learn(parts, batch),), nullcontext, self.memory)
+        self.learn = Recorder(lambda batch: (learn(parts, batch),), prepare_nothing, self.memory)
         self.update = Recorder(lambda: (update(parts),), optimizer.recording, self.memory)
         self.theta: float | None = None
 

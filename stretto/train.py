@@ -25,7 +25,7 @@ from stretto.hf.folder import load_weights
 from stretto.model import Model, build_model, sites
 from stretto.optim import build_optimizer, learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
-from stretto.parallel.data import PresentGradients, StaticGradients, will_shard
+from stretto.parallel.data import Portion, PresentGradients, StaticGradients, deal, will_shard
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.step import PRECISIONS, GraphChoice, Recorders, Trainable, resolve_precision, run_step
@@ -80,7 +80,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
         report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
         if rt.is_main:
             save_run(folder, config, data.labels)
-        notes = _explain_graphs(config, rt, run.parts.precision)
+        notes = _explain_parts(config, rt) + _explain_graphs(config, rt, run.parts.precision)
         report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe(), *origin, *notes)
         run_loop(run, report)
         if rt.is_main:
@@ -117,6 +117,9 @@ def build(config: Config, rt: Runtime) -> Trainable:
         gradients = StaticGradients(model)
     elif drop is not None and drop.gate == "batch" and rt.world > 1 and not sharded:
         gradients = PresentGradients(model)
+    # Parts of a micro-batch are dropped from differently, as different samples are.
+    portion = find_portion(config, rt)
+    stream = (portion.part,) if portion.parts > 1 else ()
     parts = Trainable(
         model=model if sharded or may_record or gradients is not None else parallel.replicate(model),
         plain=model,
@@ -127,11 +130,11 @@ def build(config: Config, rt: Runtime) -> Trainable:
         device=rt.device,
         clip=config.optim.clip,
         seed=config.run.seed,
-        layer_drop=None if drop is None else build_layer_drop(drop, config, model),
+        layer_drop=None if drop is None else build_layer_drop(drop, config, model, stream),
         split=None if groups is None else build_splitter(config, groups),
         # Our own kernels drop by a token's place in the whole batch, with the same keys in all processes. Torch's know
         # no places, so there each part of a sequence draws masks of its own.
-        stream=() if groups is None or config.techniques.fused else (groups.get_local_rank("sequence"),),
+        stream=stream if groups is None or config.techniques.fused else (*stream, groups.get_local_rank("sequence")),
         may_record=may_record,
         pressure=find_pressure(model),
         gradients=gradients,
@@ -146,19 +149,24 @@ def build_splitter(config: Config, groups: DeviceMesh) -> parallel.Splitter:
     return parallel.Splitter(cfg, config.model, groups.get_group("sequence"), reason)
 
 
-def build_layer_drop(cfg: LayerDropConfig, config: Config, model: Model) -> LayerDrop:
+def find_portion(config: Config, rt: Runtime) -> Portion:
+    return deal(config.train.micro_batches, rt.data_rank, rt.data_world)
+
+
+def build_layer_drop(cfg: LayerDropConfig, config: Config, model: Model, stream: tuple[int, ...] = ()) -> LayerDrop:
     num_blocks = {name: len(model.get_submodule(name).blocks) for name in sites(model)["stack"]}  # type: ignore[arg-type]
-    return LayerDrop(cfg, num_blocks, config.run.seed, config.train.steps, tokens_per_sample(config.model))
+    return LayerDrop(cfg, num_blocks, config.run.seed, config.train.steps, tokens_per_sample(config.model), stream)
 
 
 def run_loop(run: Run, report: Report) -> None:
     """The steps that are left."""
     cfg, rt, parts, first, total = run.config.train, run.rt, run.parts, run.step, run.config.train.steps
     meter, choice = Meter(rt.device, rt.world), GraphChoice(parts, rt, report.say)
+    portion = find_portion(run.config, rt)
 
     def batches_of(step: int) -> list[tuple[int, Batch]]:
-        mine = range(step * cfg.micro_batches + rt.data_rank, (step + 1) * cfg.micro_batches, rt.data_world)
-        batches = [(i, run.data.train_batch(i)) for i in mine]
+        mine = portion.find_micro_batches(step)
+        batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
         if parts.may_record:
             batches = [(i, to_bucket(batch)) for i, batch in batches]
         if parts.layer_drop is not None:
@@ -278,8 +286,8 @@ def _identity(run: Run) -> dict[str, Any]:
 
 
 def complete(config: Config, data: Data, rt: Runtime) -> Config:
-    """Fills in what only the data and the number of processes can tell, and checks that it fits."""
-    model, micro_batches = config.model, config.train.micro_batches or rt.data_world
+    """Fills in what only the data can tell, and checks that it and the number of processes fit."""
+    model, parts = config.model, find_portion(config, rt).parts
     if model.positions == "rotary":  # no table to outgrow: what was trained can also be generated
         model = replace(model, max_len=max(model.max_len, config.data.seq_len))
     if data.tokenizer is not None:
@@ -294,13 +302,25 @@ def complete(config: Config, data: Data, rt: Runtime) -> Config:
         model = replace(model, classes=len(data.labels))
     elif model.classes < len(data.labels):
         raise ConfigError(f"model.classes = {model.classes}, but the data has {len(data.labels)} classes; set it to 0")
-    if micro_batches % rt.data_world:
-        sharers = "processes" if rt.sequence == 1 else f"groups of parallel.sequence = {rt.sequence} processes"
+    if config.data.task != "translation" and config.data.batch_size < parts:
         raise ConfigError(
-            f"train.micro_batches = {micro_batches} cannot be shared by {rt.data_world} {sharers}: "
-            f"make it a multiple of {rt.data_world}, or use fewer processes"
+            f"data.batch_size = {config.data.batch_size} cannot be shared by {parts} {_name_sharers(rt)}: raise it to "
+            f"{parts} or more, make train.micro_batches a multiple of {rt.data_world}, or use fewer processes"
         )
-    return replace(config, model=model, train=replace(config.train, micro_batches=micro_batches))
+    return replace(config, model=model)
+
+
+def _explain_parts(config: Config, rt: Runtime) -> list[str]:
+    """A line for the log, where a process has only a part of each micro-batch that it works on."""
+    parts, key = find_portion(config, rt).parts, "max_tokens" if config.data.task == "translation" else "batch_size"
+    if parts == 1:
+        return []
+    size = getattr(config.data, key)
+    return [f"batch: {parts} {_name_sharers(rt)} share each micro-batch of data.{key} = {size:,}"]
+
+
+def _name_sharers(rt: Runtime) -> str:
+    return "processes" if rt.sequence == 1 else f"groups of parallel.sequence = {rt.sequence} processes"
 
 
 def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,45 @@ def test_a_language_model_trains_bit_for_bit_as_without(
     # One micro-batch: whole steps from the second on. Two: a pass is recorded within the first step, the update later.
     assert len(replays) == (49 if micro_batches == 1 else 99 + 49)
     assert len(set(replays)) == micro_batches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_autograd_hears_of_every_replayed_update_once(make_config: MakeConfig, micro_batches: int) -> None:
+    changes: dict[str, Any] = {"techniques__fused": {"weights": "split"}, "train__precision": "bf16"}
+    config = make_config(run__device="cuda", train__graphs="on", train__micro_batches=micro_batches, **changes)
+    config = replace(config, model=replace(config.model, vocab=260))
+    parts = stretto.train.build(config, Runtime(torch.device("cuda")))
+    batch, weights = make_batch(KINDS["decoder"]).to(torch.device("cuda")), list(parts.plain.parameters())
+    for step in range(8):
+        # While steps are recorded nobody else may hold on to the weights' part in a backward pass.
+        early = parts.plain(batch) if step > 4 else None
+        versions = [p._version for p in weights]
+        batches = [(step * micro_batches + i, batch) for i in range(micro_batches)]
+        stretto.step.run_step(parts, batches, micro_batches * batch.counts.labels, 1)
+        assert [p._version for p in weights] == [version + 1 for version in versions], step
+        if early is not None:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                early.backward()
+    assert parts.recorders is not None
+    assert (parts.recorders.step if micro_batches == 1 else parts.recorders.update).recordings
+
+
+def test_what_a_replay_changes_is_made_known_to_autograd() -> None:
+    """What a graph writes it writes by address, as numpy does here in its place."""
+
+    class Graph:
+        def replay(self) -> None:
+            weight.detach().numpy()[:] += 1
+
+    weight, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    recorder = graphs.Recorder(lambda: (), graphs.prepare_nothing, memory=None)  # type: ignore[arg-type]
+    recorder.recordings[()] = graphs.Recording(Graph(), [], (), None, [weight])  # type: ignore[arg-type]
+    loss = (weight.square() * other).sum()
+    recorder.run()
+    assert weight.tolist() == [2, 2, 2] and (weight._version, other._version) == (1, 0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.gpu
@@ -254,7 +293,7 @@ def test_many_shapes_share_the_same_memory(make_config: MakeConfig) -> None:
     with runtime.start(make_config(run__device="cuda").run):
         sizes = range(4000, 8000, 500)
         batches = [Batch(torch.ones(size, device="cuda"), Counts(size, size, size, size), ()) for size in sizes]
-        recorder = graphs.Recorder(work, nullcontext, graphs.Memory())
+        recorder = graphs.Recorder(work, graphs.prepare_nothing, graphs.Memory())
         reserved, losses = {}, {}
         for name, step in (("off", work), ("on", recorder.run)):
             gc.collect()
@@ -275,18 +314,18 @@ def test_garbage_waits_until_a_recording_is_over() -> None:
         made.extend([] for _ in range(10 * gc.get_threshold()[0]))  # enough to start a collection
         return (batch.labels + 1,)
 
-    def record(prepare: Callable[[], AbstractContextManager[object]]) -> graphs.Recorder:
+    def record(prepare: graphs.Prepare) -> graphs.Recorder:
         recorder = graphs.Recorder(work, prepare, graphs.Memory())
         for _ in range(graphs.TIMES):
             recorder.run(Batch(torch.ones(4, device="cuda"), Counts(4, 4, 4, 4), ()))
         return recorder
 
-    def lose() -> AbstractContextManager[object]:
+    def lose() -> Any:
         ring: list[object] = [old.pop()]
         ring.append(ring)
-        return nullcontext()
+        return graphs.prepare_nothing()
 
-    old = [record(nullcontext)]
+    old = [record(graphs.prepare_nothing)]
     assert record(lose).recordings and not old and gc.isenabled()
 
 

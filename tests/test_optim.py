@@ -398,9 +398,10 @@ def test_a_recorded_step_has_its_own_list_of_gradients() -> None:
         optimizer.step()
 
     step(0, 1)
-    with optimizer.recording() as kept:
+    with optimizer.recording() as (kept, written):
         optimizer._active.copy_(torch.tensor([0.0, 1.0, 1.0]))  # what a replay would find
         step(1, 2)
     assert kept[0] is not None and kept[0].tolist() == [0, 1, 1] and optimizer._active.tolist() == [1, 1, 0]
+    assert [i for i, p in enumerate(params) if any(p is other for other in written)] == [1, 2]
     step(0, 1)
     assert [int(optimizer.state[p]["step"]) for p in params] == [2, 3, 1]

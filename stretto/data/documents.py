@@ -10,7 +10,7 @@ import hashlib
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,15 @@ from stretto.errors import DataError
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
+_NAMED = 5  # how many of the files that are left out
+
+
 class Documents(ABC):
     name: str
     fingerprint: str
     count: int
     num_bytes: int
+    left_out: Set[str] = frozenset()  # the files among them that are not text
 
     @abstractmethod
     def __iter__(self) -> Iterator[str]: ...
@@ -49,6 +53,7 @@ class FileDocuments(Documents):
         self.name = name
         self._paths = paths
         self._skip_binary = skip_binary
+        self.left_out = self._not_text = set[str]()
         self._survey()
 
     def __iter__(self) -> Iterator[str]:
@@ -59,6 +64,7 @@ class FileDocuments(Documents):
             except NotTextError:
                 if not self._skip_binary:
                     raise
+                self._not_text.add(str(path))
             else:
                 yield text
 
@@ -106,8 +112,20 @@ def open_documents(key: str, source: str, suffix: str) -> Documents:
     paths = _find_files(path, tuple(part.strip() for part in suffix.split(",") if part.strip()))
     documents = FileDocuments(path.name, paths, skip_binary=True)
     if not documents.count:
-        raise DataError(f"{key} = {source!r}: no text file in it ends in one of data.suffix = {suffix!r}")
+        raise DataError(
+            f"{key} = {source!r}: no text file in it ends in one of data.suffix = {suffix!r}"
+            + describe_left_out(documents.left_out)
+        )
     return documents
+
+
+def describe_left_out(files: Set[str]) -> str:
+    """How many files of a folder are not text, and which, up to a few; to be put behind a sentence."""
+    if not files:
+        return ""
+    names = ", ".join(map(repr, sorted(files)[:_NAMED]))
+    more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
+    return f"; not UTF-8 text, and left out: {len(files):,} file{'s' if len(files) > 1 else ''}, {names}{more}"
 
 
 def _find_files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:

@@ -192,8 +192,8 @@ class ImageData(Data):
         self.num_eval_batches = -(-len(self._eval_samples) // cfg.batch_size)
         self._order = EpochOrder(seed, self.num_train)
 
-    def train_batch(self, index: int) -> Batch:
-        chosen = self._order.samples(batch_positions(index, self._cfg.batch_size))
+    def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
+        chosen = self._order.samples(batch_positions(index, self._cfg.batch_size, part, parts))
         return self._batch(self._train, self._train_samples[chosen])
 
     def eval_batch(self, index: int) -> Batch:

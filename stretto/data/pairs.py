@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.batch import IGNORE, Batch, Counts, Sequences
+from stretto.batch import IGNORE, Batch, Counts, Sequences, silence
 from stretto.config import DataConfig
 from stretto.data.documents import LineDocuments
 from stretto.data.files import find_text_file
@@ -174,10 +174,12 @@ class PairData(Data):
         self.num_eval_batches = held_out.num_batches
         self._current: tuple[int, Shuffled | None] = (-1, None)  # one assignment, so that threads see both or neither
 
-    def train_batch(self, index: int) -> Batch:
+    def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
         epoch, place = divmod(index, self._train.num_batches)
         shuffled = self._shuffle(epoch)
-        return self._batch(self._train, self._train.members(shuffled.pairs, int(shuffled.batches[place])))
+        pairs = self._train.members(shuffled.pairs, int(shuffled.batches[place]))
+        mine = pairs[part::parts]  # not one run of them: they are in order of length, and all parts are to be as long
+        return self._batch(self._train, mine) if len(mine) else silence(self._batch(self._train, pairs[:1]))
 
     def eval_batch(self, index: int) -> Batch:
         return self._batch(self._held_out, self._held_out.members(self._held_out.pairs, index))

@@ -2,7 +2,8 @@
 
 The training stream never ends. Sample position p (micro-batch number times batch size, plus the place in it) belongs
 to epoch p // num_train, and each epoch is its own permutation of the samples. Nothing is consumed, so a resumed run,
-another number of processes, or a thread that reads ahead all see the same stream.
+another number of processes, or a thread that reads ahead all see the same stream. Processes that share a micro-batch
+ask for its parts, whose samples together are those of the whole.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Data(ABC):
     fingerprint: str  # of what training reads, wherever it lies: a resumed run must find the same
 
     @abstractmethod
-    def train_batch(self, index: int) -> Batch:
-        """Micro-batch number `index` of the endless training stream."""
+    def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
+        """Micro-batch number `index` of the endless training stream, or one of so many parts of it."""
 
     @abstractmethod
     def eval_batch(self, index: int) -> Batch:
@@ -86,8 +87,10 @@ class EpochOrder:
         return [int(self(p // self._num_samples)[p % self._num_samples]) for p in positions]
 
 
-def batch_positions(index: int, batch_size: int) -> range:
-    return range(index * batch_size, (index + 1) * batch_size)
+def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) -> range:
+    """Where the samples of a micro-batch are in the stream, or those of a part: their numbers differ by one at most."""
+    begin, end = (index * batch_size + batch_size * number // parts for number in (part, part + 1))
+    return range(begin, end)
 
 
 def count_held_out(total: int, share: float) -> int:

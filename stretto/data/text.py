@@ -8,7 +8,7 @@ this is decided once for the whole data set, so that compiled code sees one form
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 
 from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
 from stretto.config import DataConfig
-from stretto.data.documents import Documents, open_documents
+from stretto.data.documents import Documents, describe_left_out, open_documents
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
 from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
@@ -36,12 +36,13 @@ def open_text_data(cfg: DataConfig, *, seed: int, folder: Path) -> Data:
     identity = f"{documents.fingerprint} {num_documents}"
     tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, islice(documents, num_documents), identity, store)
     keep_tokenizer(tokenizer, folder)
-    train = open_tokens(documents, tokenizer, store)
+    train, left_out = open_tokens(documents, tokenizer, store), documents.left_out
     if cfg.eval:
-        held_out = open_tokens(open_documents("data.eval", cfg.eval, cfg.suffix), tokenizer, store)
+        others = open_documents("data.eval", cfg.eval, cfg.suffix)
+        held_out, left_out = open_tokens(others, tokenizer, store), left_out | others.left_out
     else:
         train, held_out = _hold_out(train, cfg.held_out)
-    return TextData(cfg, seed, documents, tokenizer, train, held_out)
+    return TextData(cfg, seed, documents, tokenizer, train, held_out, left_out)
 
 
 def _count_train_documents(count: int, share: float) -> int:
@@ -63,7 +64,14 @@ class TextData(Data):
     tokenizer: Tokenizer
 
     def __init__(
-        self, cfg: DataConfig, seed: int, documents: Documents, tokenizer: Tokenizer, train: Tokens, held_out: Tokens
+        self,
+        cfg: DataConfig,
+        seed: int,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        train: Tokens,
+        held_out: Tokens,
+        left_out: Set[str] = frozenset(),
     ) -> None:
         self.tokenizer = tokenizer
         self._cfg = cfg
@@ -72,6 +80,7 @@ class TextData(Data):
         self.fingerprint = documents.fingerprint
         self._train = train
         self._held_out = held_out
+        self._left_out = left_out  # files that are not text
         self._dense = cfg.join_documents or train.num_documents == held_out.num_documents == 1
         self.num_train = self._count_windows("data.train", train)
         self._num_eval = self._count_windows("data.eval" if cfg.eval else "data.held_out", held_out)
@@ -91,8 +100,8 @@ class TextData(Data):
             )
         return count
 
-    def train_batch(self, index: int) -> Batch:
-        positions = batch_positions(index, self._cfg.batch_size)
+    def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
+        positions = batch_positions(index, self._cfg.batch_size, part, parts)
         return self._batch(self._train, self._order.samples(positions), Purpose.MASK, positions.start)
 
     def eval_batch(self, index: int) -> Batch:
@@ -104,7 +113,7 @@ class TextData(Data):
         return (
             f"{self._name}: {len(train.ids):,} tokens, {train.num_documents:,} documents, "
             f"{self.num_train:,} windows of {self._cfg.seq_len}; evaluation: {len(held_out.ids):,} tokens, "
-            f"{held_out.num_documents:,} documents, {self._num_eval:,} windows"
+            f"{held_out.num_documents:,} documents, {self._num_eval:,} windows{describe_left_out(self._left_out)}"
         )
 
     def _batch(self, tokens: Tokens, windows: Sequence[int], purpose: Purpose, position: int) -> Batch:

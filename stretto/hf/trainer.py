@@ -108,8 +108,10 @@ class Trainer(transformers.Trainer):
             super()._save_checkpoint(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        speed = self.meter.read(self.accelerator) if "loss" in logs else {}
-        super().log(logs | speed, *args, **kwargs)
+        """Into the dictionary that it is given, as theirs does: the caller may look at it afterwards."""
+        if "loss" in logs:
+            logs.update(self.meter.read(self.accelerator))
+        super().log(logs, *args, **kwargs)
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):

@@ -340,11 +340,12 @@ class Launch:
         return self._sums.sum()
 
     def update(self, state: Workspace, control: Control, rule: Rule) -> None:
-        """Once for each `aim`: gradients are not held on to."""
+        """Once for each `aim`: gradients are not held on to. On no device does autograd see the weights change: who
+        calls this has to tell it."""
         if not self.runs_kernels:
             for param, grad, place in zip(self.params, self.grads, self.places, strict=True):
                 if grad is not None:
-                    adamw_ref(param, grad, place, state, control, rule)
+                    adamw_ref(param.data, grad, place, state, control, rule)
         elif len(self._chunks):
             _adamw_kernel[(len(self._chunks),)](
                 self._rows, self._chunks, state.exp_avg, state.exp_avg_sq,

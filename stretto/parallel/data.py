@@ -1,5 +1,7 @@
 """Data parallelism: every process works on other samples, or on other tokens of them, and gradients are averaged.
 
+The batch of an update is the same on any number of processes: `deal` says which part of it is a process's.
+
 `shard` splits weights, gradients and moments over the processes and gathers each block just before it is used (FSDP2).
 `replicate` keeps a whole copy of the model in each process (DistributedDataParallel). With one process both leave the
 model as it is. Where processes share sequences (sequence.py), weights may be split over those of one sequence only,
@@ -15,7 +17,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 
 import torch
 import torch.distributed as dist
@@ -27,6 +31,29 @@ from torch.nn.parallel import DistributedDataParallel
 from stretto.config import ParallelConfig
 
 ALIGN = 16  # elements: each gradient begins at a multiple, so that vector loads apply
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a process takes of each update: some of its micro-batches, and of each of them one part."""
+
+    micro_batches: int  # of an update, over all processes
+    first: int  # of those that this process takes
+    stride: int
+    part: int
+    parts: int  # processes that share a micro-batch; 1: each takes whole ones
+
+    def find_micro_batches(self, step: int) -> range:
+        begin = step * self.micro_batches
+        return range(begin + self.first, begin + self.micro_batches, self.stride)
+
+
+def deal(micro_batches: int, rank: int, world: int) -> Portion:
+    """Whole micro-batches where they go round, else as few parts of each as will do: six micro-batches and four
+    processes make two groups of two, and each group shares three micro-batches."""
+    groups = gcd(micro_batches, world)
+    size = world // groups
+    return Portion(micro_batches, first=rank // size, stride=groups, part=rank % size, parts=size)
 
 
 def will_shard(cfg: ParallelConfig) -> bool:

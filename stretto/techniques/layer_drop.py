@@ -112,6 +112,7 @@ class LayerDrop:
     seed: int
     total: int  # steps of the run
     image_tokens: int  # that an image becomes
+    stream: tuple[int, ...] = ()  # what subsets depend on besides: the part of the micro-batch, where it has parts
 
     def __call__(self, batch: Batch, step: int, index: int) -> Batch:
         """Micro-batch number `index` of the run, on the CPU, with what each block does with it in step `step`."""
@@ -146,7 +147,7 @@ class LayerDrop:
         parts, scales = {}, []
         for i, p in enumerate(probabilities):
             count = max(1, round(p * len(real)))
-            random = torch.Generator().manual_seed(draw_seed(self.seed, index, stack, i))
+            random = torch.Generator().manual_seed(draw_seed(self.seed, index, *self.stream, stack, i))
             rows = real[torch.randperm(len(real), generator=random)[:count].sort().values]
             subset = Part(select(own, rows), None if seen is None else select(seen, rows))
             parts[i] = subset if count < len(real) else Part()

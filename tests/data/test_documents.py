@@ -12,6 +12,7 @@ import pytest
 
 from stretto.data.documents import HubDocuments, LineDocuments, _find_library_files, _readings, open_documents
 from stretto.errors import DataError
+from tests.data.corpora import Opener
 
 
 def read(source: Path | str, suffix: str = ".txt,.md") -> list[str]:
@@ -64,6 +65,23 @@ def test_python_library() -> None:
 def test_missing(tmp_path: Path, key: str) -> None:
     with pytest.raises(DataError, match=rf"{key} = '.*nothing'"):
         open_documents(key, str(tmp_path / "nothing"), ".txt")
+
+
+def test_files_that_are_not_text_are_counted_and_named(tmp_path: Path, opened: Opener) -> None:
+    """In the log of a run, those of training and of evaluation; and in the error if there is nothing else."""
+    for name in ("train", "eval"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("a text that is long enough for a window of tokens\n" * 10)
+    assert "left out" not in opened(train=str(tmp_path / "train"), eval=str(tmp_path / "eval"), seq_len=16).describe()
+    bad = [tmp_path / "train" / f"{i}.txt" for i in range(7)] + [tmp_path / "eval" / "0\n.txt"]
+    for path in bad:
+        path.write_bytes(b"caf\xe9")
+    data = opened(train=str(tmp_path / "train"), eval=str(tmp_path / "eval"), seq_len=16)
+    names = sorted(repr(str(path)) for path in bad)
+    assert data.describe().endswith(f"; not UTF-8 text, and left out: 8 files, {', '.join(names[:5])} and 3 more")
+    (tmp_path / "train" / "text.txt").unlink()
+    with pytest.raises(DataError, match=r"data\.suffix = '\.txt'; .* left out: 7 files, '.*0\.txt', .* and 2 more"):
+        read(tmp_path / "train", ".txt")
 
 
 def test_folder_without_text(tmp_path: Path) -> None:

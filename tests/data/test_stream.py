@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from stretto.batch import IGNORE
 from stretto.data import Data
 from stretto.data.stream import EpochOrder, Purpose, count_held_out, random_rows, random_stream
 from tests.data.corpora import Opener, same
@@ -42,6 +44,22 @@ def test_batches_do_not_depend_on_what_was_asked_before(opened: Opener, settings
         assert all(
             same(batch, expected[i]) for i, batch in zip(order, threads.map(data.train_batch, order), strict=True)
         )
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_hold_what_the_whole_holds(opened: Opener, settings: dict[str, Any], parts: int) -> None:
+    """Each sample once, with the same masks: the same labels, and as many tokens."""
+    data = opened(**settings)
+    for index in range(12):
+        whole, shares = data.train_batch(index), [data.train_batch(index, part, parts) for part in range(parts)]
+        assert sorted(sample for share in shares for sample in share.samples) == sorted(whole.samples)
+        sizes = [len(share.samples) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        labels = [torch.cat([batch.labels for batch in batches]) for batches in ([whole], shares)]
+        one, several = (found[found != IGNORE].sort().values for found in labels)
+        assert torch.equal(one, several)
+        for key in ("tokens", "labels", "pairs", "source_tokens"):
+            assert sum(getattr(share.counts, key) for share in shares) == getattr(whole.counts, key)
 
 
 def test_evaluation_is_always_the_same(opened: Opener, settings: dict[str, Any]) -> None:

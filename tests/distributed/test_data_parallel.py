@@ -106,7 +106,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs[f"stop-{mode}"] = {"config": copy.deepcopy(tree), "stop_after": 3}
         jobs[f"go-on-{mode}"] = {"config": copy.deepcopy(tree), "resume": True, "folder": f"stop-{mode}"}
     jobs["calm-shard-compiled"] = {"config": change(calm, parallel__data="shard", train__compile=True)}
-    jobs["uneven"] = {"config": change(plain, train__micro_batches=3)}
     launch(jobs, folder / "two", 2)
     return folder
 
@@ -207,9 +206,3 @@ def test_the_loss_of_a_process_ends_the_other_with_a_clear_message(runs: Path) -
     second.communicate()
     assert first.returncode == 7 and "stretto: another process was lost" in message, message
     assert "models that hold the group: 0" in output, output
-
-
-def test_a_batch_that_cannot_be_shared_is_refused_before_step_one(runs: Path) -> None:
-    for rank in (0, 1):
-        result = json.loads((runs / "two" / f"uneven.{rank}.json").read_text())
-        assert (result["samples"], result["code"]) == ({}, 3)

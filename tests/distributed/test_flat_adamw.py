@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from stretto import checkpoint
 from stretto.config import FusedConfig, OptimConfig
@@ -55,6 +56,12 @@ class Net(nn.Module):
         return torch.stack([(p.float() * factors[name]).sum() for name, p in self.named_parameters()]).sum()
 
 
+def versions(model: nn.Module) -> list[int]:
+    """Of the parameters, and of the parts of them that this process has."""
+    parameters = list(model.parameters())
+    return [p._version for p in (*parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor)))]
+
+
 class Training:
     def __init__(self, way: FusedConfig) -> None:
         self.model: Any = Net(torch.float32 if way.weights == "fp32" else torch.bfloat16)
@@ -71,7 +78,9 @@ class Training:
             self.model(step, step == spoil).backward()
             norm = clip_gradients(self.model, self.optimizer, 1.0)
             assert bool(norm.isfinite()) == (step != spoil)
+            before = versions(self.model)
             self.optimizer.step()
+            assert versions(self.model) == [version + 1 for version in before], "autograd has heard of it"
             self.optimizer.zero_grad()
         return self
 

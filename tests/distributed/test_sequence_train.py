@@ -96,7 +96,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = {
         way: job(change(one[way.split()[0]], parallel__sequence=2, **changes)) for way, changes in WAYS_OF_FOUR.items()
     }
-    jobs["uneven"] = job(change(one["calm"], parallel__sequence=2, train__micro_batches=3))
+    jobs["uneven"] = job(change(one["calm"], parallel__sequence=2, train__micro_batches=1, data__batch_size=1))
     launch(jobs, folder / "four", 4)
     jobs = {name: job(tree) for name, tree in one.items()}
     jobs["left"] = job(one["fused"], resume=True, folder=str(folder / "two" / "left"))

@@ -146,7 +146,7 @@ def test_rates_may_change_between_steps() -> None:
     model, optimizer = make("bert")
     step, batch = Step(model, optimizer), draw_batch("bert")
     step(batch)
-    before = [p.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     step(batch)
@@ -175,6 +175,22 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="values up to 2: a mask is 0 or 1"):
         step(batch | {"attention_mask": 2 * batch["attention_mask"]})
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_autograd_hears_of_every_update_once() -> None:
+    """Also of those that are replayed, on a GPU."""
+    model, optimizer = make("gpt2")
+    step, batch, weights = Step(model, optimizer, clip=1.0), draw_batch("gpt2"), optimizer.param_groups[0]["params"]
+    for number in range(6):
+        # While a step is recorded nobody else may hold on to the weights' part in a backward pass.
+        early = model(**{name: t.to(DEVICE) for name, t in batch.items()}).loss if number > 3 else None
+        versions = [p._version for p in weights]
+        step(batch)
+        assert [p._version for p in weights] == [version + 1 for version in versions]
+        if early is not None:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                early.backward()
+    assert step.recorder is None or step.recorder.recordings
 
 
 @pytest.mark.gpu

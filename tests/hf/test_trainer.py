@@ -307,6 +307,20 @@ def test_speed_counts_real_tokens_of_all_micro_batches(tmp_path: Path, monkeypat
     assert "tokens_per_second" not in trainer.evaluate()
 
 
+def test_what_is_logged_is_added_to_the_dictionary_that_was_given(tmp_path: Path) -> None:
+    """Ours and theirs, as their own `log` does: by an evaluation, whose result has the epoch, and by anybody else."""
+    trainer = make(Trainer, "gpt2", tmp_path, max_steps=1)
+    trainer.train()
+    trainer.meter.add({"input_ids": torch.ones(2, 3)})
+    logs = {"loss": 1.5}
+    trainer.log(logs)
+    assert logs.keys() >= {"loss", "tokens_per_second", "epoch"}
+    assert trainer.state.log_history[-1] == logs | {"step": 1}
+    other = {"other": 1.0}
+    trainer.log(other)
+    assert other.keys() == {"other", "epoch"}
+
+
 BATCHES = {
     "bert-classes": ({"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}, 3),
     "gpt2": ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, 6),

@@ -13,6 +13,7 @@ from torch import Tensor
 from stretto.ops import adamw as family
 from stretto.ops.adamw import ALIGN, Control, Launch, Place, Rule, Workspace, adamw_ref, join, round_ref, split
 from stretto.ops.dropout import hash_ref
+from stretto.optim import FlatAdamW
 from tests.ops.checks import DEVICE, RUNS_KERNELS, rand
 
 kernels = pytest.mark.skipif(not RUNS_KERNELS, reason="runs the kernel: needs TRITON_INTERPRET=1 or a GPU")
@@ -164,6 +165,36 @@ def test_a_process_without_elements_updates_nothing() -> None:
     case = Case("fp32", [0, 0])
     update(case)
     assert float(case.launch().sum_squares()) == 0.0
+
+
+@pytest.mark.parametrize("weights", ["fp32", "split", "bf16"])
+def test_autograd_hears_of_an_update(weights: str) -> None:
+    """Once: of a weight by itself, of parts of one buffer, and not of one without a gradient, which stays as it was."""
+    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    buffer = rand(64, dtype=dtype, seed=1)
+    values = [
+        rand(4, 4, dtype=dtype),
+        *(part.view(4, 4).data for part in buffer[:32].split(16)),
+        rand(4, 4, dtype=dtype),
+    ]
+    params = [torch.nn.Parameter(value) for value in values]
+    optimizer = FlatAdamW(params, weights=weights)
+    x = rand(2, 4, dtype=dtype).requires_grad_()
+    for used in ([0, 1, 2, 3], [0, 1, 2], [0, 1, 2]):
+        early = [(x @ p).sum() for p in params]  # for the gradient of x they need the weights as they are now
+        before = [(p._version, p.detach().clone()) for p in params]
+        torch.stack([params[number].float().square().sum() for number in used]).sum().backward()
+        optimizer.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for number, (p, (version, old)) in enumerate(zip(params, before, strict=True)):
+            assert (p._version, torch.equal(p, old)) == ((version + 1, False) if number in used else (version, True))
+            if number in used:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    early[number].backward()
+            else:
+                early[number].backward()
+        optimizer.zero_grad()
 
 
 def test_halves_are_the_whole() -> None:

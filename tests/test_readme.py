@@ -1,0 +1,141 @@
+"""What README and the documents tell people to type works: README's commands in the order in which they stand, the
+others as far as the command line understands them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import typer
+import typer.main
+from typer.testing import CliRunner
+
+from stretto.bench.workloads import find_workloads
+from stretto.cli import app
+from stretto.config import Config, load_config
+from stretto.errors import ConfigError
+from stretto.recipes import find_recipe, list_recipes
+from tests.conftest import write_corpus
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+USAGE_ERROR: Any = typer.BadParameter.__base__  # of click, which newer versions of typer have inside
+PLACEHOLDER = re.compile(r"[A-Z]+|\.\.\.")  # NAME, RECIPE
+SMALL = {
+    "model.layers": "2", "model.width": "32", "model.heads": "2", "model.vocab": "0", "data.vocab": "300",
+    "data.seq_len": "32", "data.batch_size": "4", "train.steps": "4", "train.log_every": "2", "run.device": "cpu",
+    "train.compile": "false",
+}  # fmt: skip
+
+
+def blocks(path: Path) -> list[list[str]]:
+    """The lines of code in fences without a language, or of a shell's, continued ones as one."""
+    found = FENCE.findall(path.read_text(encoding="utf-8"))
+    return [text.replace("\\\n", " ").splitlines() for language, text in found if language in ("", "sh", "bash")]
+
+
+def words(line: str) -> list[str]:
+    return shlex.split(line, comments=True)
+
+
+def of_stretto(line: list[str]) -> list[str] | None:
+    """The arguments of the command `stretto`, also under torchrun."""
+    if line[:1] == ["stretto"]:
+        return line[1:]
+    return line[line.index("stretto") + 1 :] if line[:1] in (["torchrun"], ["srun"]) and "stretto" in line else None
+
+
+def mentioned(path: Path) -> list[list[str]]:
+    text = path.read_text(encoding="utf-8")
+    code = [line for block in blocks(path) for line in block] + INLINE.findall(FENCE.sub("", text))
+    starts = ("stretto ", "torchrun ", "srun ")
+    found = [of_stretto(words(line.strip())) for line in code if line.strip().startswith(starts)]
+    return [arguments for arguments in found if arguments]
+
+
+def recipe_of_make(target: str) -> list[str]:
+    """The commands that `make TARGET` runs, once everything is installed."""
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found, f"Makefile has no {target}"
+    return [line.strip().removeprefix("$(BIN)/") for line in found[1].splitlines()]
+
+
+def run(line: list[str], corpus: Path) -> None:
+    if line[:1] == ["make"]:
+        for command in recipe_of_make(line[1]):
+            if command.startswith("stretto "):
+                run(words(command), corpus)
+    elif line[:1] == ["stretto"]:
+        said = {override.partition("=")[0] for override in line}
+        small = {key: value for key, value in {**SMALL, "data.train": str(corpus)}.items() if key not in said}
+        options = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
+        result = CliRunner().invoke(app, [*line[1:], *(options if line[1] == "train" else [])])
+        assert result.exit_code == 0, f"{shlex.join(line)}: {result.exception!r}\n{result.output}"
+    else:
+        assert line == [".", ".venv/bin/activate"], "a command that this test cannot run"
+
+
+def test_the_commands_of_readme_can_be_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made small, and on a CPU; nothing is there but what the commands themselves have made."""
+    corpus = write_corpus(tmp_path / "corpus", documents=40)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "clone").mkdir()
+    monkeypatch.chdir(tmp_path / "clone")
+    lines = [line for block in blocks(ROOT / "README.md") for line in map(words, block) if line]
+    assert ["make", "demo"] in lines and len(lines) >= 8
+    for line in lines:
+        run(line, corpus)
+
+
+def check(arguments: list[str]) -> None:
+    """That the command line understands them, and that the recipe, its keys and the workloads they name are there."""
+    name, *rest = arguments
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    values, _, _ = command.make_parser(typer.Context(command)).parse_args(list(rest))
+    if name == "train":
+        recipe = values["recipe"] if values["recipe"] in list_recipes() else "causal-lm"  # another one may say anything
+        load_config(find_recipe(recipe), values.get("override", []))
+    if name == "bench" and not values.get("kernels"):
+        find_workloads([workload for workload in values["workloads"] or [] if not PLACEHOLDER.fullmatch(workload)])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_commands_in_documents_are_understood(path: Path) -> None:
+    for arguments in mentioned(path):
+        check(arguments)
+
+
+def test_commands_are_found_and_mistakes_are_seen() -> None:
+    """The control of the test above."""
+    assert len(mentioned(ROOT / "README.md")) > 8 and len(mentioned(ROOT / "docs" / "standardize.md")) > 3
+    assert ["train", "long.toml"] in mentioned(ROOT / "docs" / "sequence.md")
+    wrong = ["trian demo", "train demo --sett a.b=1", "train demo --set train.stesp=1", "bench gpt3", "eval --step 1 x"]
+    for line in wrong:
+        with pytest.raises((KeyError, USAGE_ERROR, ConfigError)):
+            check(words(line))
+
+
+def has_key(section: Any, names: list[str]) -> bool:
+    if not names:
+        return True
+    kinds = [section, *get_args(section)]
+    found = next((kind for kind in kinds if is_dataclass(kind)), None)
+    known = {} if found is None else get_type_hints(found)
+    return names[0] in known and has_key(known[names[0]], names[1:])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_keys_in_documents_exist(path: Path) -> None:
+    """`section.key = value` everywhere, and `section.key` in README; elsewhere that may be Python."""
+    sections = "|".join(item.name for item in fields(Config))
+    value = " ?= ?.*" if path.name != "README.md" else "( ?= ?.*)?"
+    key = re.compile(rf"(?:--set )?((?:{sections})(?:\.[a-z_0-9]+)+){value}")
+    matches = [match[1] for code in INLINE.findall(path.read_text(encoding="utf-8")) if (match := key.fullmatch(code))]
+    assert [name for name in matches if not has_key(Config, name.split("."))] == []
+    assert path.name != "README.md" or len(matches) > 5
