@@ -165,6 +165,27 @@ def test_trials_leave_no_trace() -> None:
         assert torch.equal(p, value) and p.grad is None
 
 
+class Remembering(hf.models.bert.modeling_bert.BertLayer):
+    """A layer that notes the first batch it sees, as some routers do, and keeps a count in a buffer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.first: int | None = None
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.first = hidden_states.shape[1] if self.first is None else self.first
+        self.seen = self.seen + 1
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+def test_modules_do_not_remember_the_trial() -> None:
+    model: Any = build("bert")
+    model.bert.encoder.layer = nn.ModuleList([Remembering(model.config) for _ in range(2)])
+    stretto.accelerate(model)
+    assert all(layer.first is None and layer.seen == 0 for layer in model.bert.encoder.layer)
+
+
 def test_of_every_kind_of_layer_one_is_tried() -> None:
     layers = nn.ModuleList([nn.Linear(2, 2) for _ in range(6)])
     assert find_stand_ins(layers) == ([0, 0, 0, 0, 0, 1], 2)
