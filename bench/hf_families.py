@@ -236,6 +236,8 @@ def cases(model: PreTrainedModel, form: Form) -> list[Case]:
     made = [Case(name, draw, False, narrow=name == "right") for name, draw in draws.items()]
     if form.labels:
         draws |= {"labels ignored": Draw(labels="ignored")}
+    if form.text and form.labels in ("words", "masked", "tokens"):
+        draws |= {"labels on padding": Draw(labels="everywhere")}
     if hasattr(model.config, "output_router_logits") and form.text:
         draws |= {"router": Draw(options=(("output_router_logits", True),))}
     return made + [Case(name, draw, True, narrow=name == "right") for name, draw in draws.items()]
