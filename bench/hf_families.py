@@ -57,16 +57,12 @@ from bench.hf_tiny import (
     find_form,
     model_classes,
     narrow,
+    takes_cache,
 )
 
 FAULTS = ("wrong", "half exchanged", "raises in accelerate", "raises when called", "hangs or crashes")
 RESULTS = (*FAULTS, "equal", "not tried")
-FLOORS = {
-    torch.float64: 1e-9,
-    torch.float32: 2e-5,
-    torch.bfloat16: 2e-2,
-    torch.float16: 3e-3,
-}  # a few roundings, relative
+FLOORS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # a few roundings, relative
 SEEDS = 5  # batches that a case is judged by, where the first looks wrong
 PATIENCE = 5  # seconds that may pass for one of computing: other programs compute, too
 MEMORY = 8 << 30  # bytes of addresses a child may have
@@ -234,6 +230,8 @@ def cases(model: PreTrainedModel, form: Form) -> list[Case]:
     if form.labels:
         draws |= {"no labels": Draw(labels="none")}
     made = [Case(name, draw, False, narrow=name == "right") for name, draw in draws.items()]
+    if takes_cache(model, form):
+        made.append(Case("cached", Draw(options=(("use_cache", True),)), False))
     if form.labels:
         draws |= {"labels ignored": Draw(labels="ignored")}
     if form.text and form.labels in ("words", "masked", "tokens"):

@@ -457,56 +457,67 @@ def _sound_shapes(model: Any) -> list[tuple[int, ...]]:
 
 
 def draw_batch(model: Any, form: Form, draw: Draw = PLAIN, seed: int = 0) -> Batch:
-    generator, names = torch.Generator().manual_seed(seed), signature(model)
-    batch: Batch = {}
-    real = torch.ones(ROWS, LENGTH, dtype=torch.bool)
-    if form.text:
-        longest = max(draw.lengths)
-        real = torch.arange(longest) < torch.tensor(draw.lengths)[:, None]
-        real = real.flip(1) if draw.side == "left" else real
-        images = torch.zeros(ROWS, 0, dtype=torch.long)
-        if form.image_tokens:
-            images = torch.full((ROWS, form.image_tokens), _image_token(model))
-            joined = [images > 0, real] if draw.side == "right" else [real, images > 0]
-            real = torch.cat(joined, 1)
-        ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, real.shape, generator=generator)
-        if form.image_tokens:
-            places = slice(0, form.image_tokens) if draw.side == "right" else slice(-form.image_tokens, None)
-            ids[:, places] = images
-        eos = _find(model.config, "eos_token_id")
-        if "QuestionAnswering" not in type(model).__name__ and getattr(model.config, "is_encoder_decoder", False):
-            _end_rows(ids, real, eos)
-        padding = _find(model.config, "pad_token_id") if draw.padding is None else draw.padding
-        padding = PADDING if not isinstance(padding, int) or padding < 0 else padding
-        batch["input_ids"] = ids.where(real, torch.tensor(padding)) if draw.mask else ids
-        if draw.mask and "attention_mask" in names:
-            batch["attention_mask"] = real.long()
-        if "bbox" in names:
-            corner = torch.randint(0, 500, (*real.shape, 2), generator=generator)
-            batch["bbox"] = torch.cat([corner, corner + 100], -1)
-    batch |= _draw_pixels(model, form, generator)
-    if form.image_tokens and "mm_token_type_ids" in names:
-        batch["mm_token_type_ids"] = (batch["input_ids"] == _image_token(model)).int()
-    if form.sound is not None:
-        name = "input_values" if "input_values" in names else "input_features"
-        batch[name] = torch.randn(ROWS, *form.sound, generator=generator)
-        if draw.mask and form.mask and not form.text and "attention_mask" in names:
-            steps = form.sound[-1] if name == "input_values" and len(form.sound) == 1 else form.sound[0]
-            lengths = torch.tensor([1.0, 0.6, 0.8]) * steps
-            batch["attention_mask"] = (torch.arange(steps) < lengths[:, None]).long()
+    """Numbers are drawn in values that bf16 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    real = _real_tokens(form, draw)
+    batch = _draw_text(model, form, draw, real, generator) if form.text else {}
+    batch |= _draw_pixels(model, form, generator) | _draw_sound(model, form, draw, generator)
     if form.decoder:
         batch |= _draw_decoder(model, form, draw, generator)
     if draw.labels != "none" and form.labels is not None:
         batch |= _draw_labels(model, form, draw, batch, real, generator)
     if form.labels == "choices":
-        for name in ("input_ids", "attention_mask", "bbox"):
-            if name in batch:
-                batch[name] = torch.stack([batch[name], batch[name].roll(1, 0)], 1)
-    takes_cache = "kwargs" in names and form.text and _find(model.config, "use_cache") is not None
-    if form.uncached and ("use_cache" in names or takes_cache):
+        own = [name for name in ("input_ids", "attention_mask", "bbox") if name in batch]
+        batch |= {name: torch.stack([batch[name], batch[name].roll(1, 0)], 1) for name in own}
+    if takes_cache(model, form):
         batch["use_cache"] = False
     numbers = {k: v.bfloat16().float() for k, v in batch.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return batch | numbers | dict(draw.options)
+
+
+def takes_cache(model: Any, form: Form) -> bool:
+    names = signature(model)
+    passed_on = "kwargs" in names and form.text and _find(model.config, "use_cache") is not None
+    return form.uncached and ("use_cache" in names or passed_on)
+
+
+def _real_tokens(form: Form, draw: Draw) -> Tensor:
+    """bool [N, S], without padding. Image tokens stand where no padding is."""
+    real = torch.arange(max(draw.lengths)) < torch.tensor(draw.lengths)[:, None]
+    images = torch.ones(ROWS, form.image_tokens, dtype=torch.bool)
+    return torch.cat([images, real], 1) if draw.side == "right" else torch.cat([real.flip(1), images], 1)
+
+
+def _draw_text(model: Any, form: Form, draw: Draw, real: Tensor, generator: torch.Generator) -> Batch:
+    names, config = signature(model), model.config
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, real.shape, generator=generator)
+    images = slice(0, form.image_tokens) if draw.side == "right" else slice(real.shape[1] - form.image_tokens, None)
+    ids[:, images] = _image_token(model)
+    if getattr(config, "is_encoder_decoder", False) and "QuestionAnswering" not in type(model).__name__:
+        _end_rows(ids, real, _find(config, "eos_token_id"))
+    padding = _find(config, "pad_token_id") if draw.padding is None else draw.padding
+    padding = PADDING if not isinstance(padding, int) or padding < 0 else padding
+    batch: Batch = {"input_ids": ids.where(real, torch.tensor(padding)) if draw.mask else ids}
+    if draw.mask and "attention_mask" in names:
+        batch["attention_mask"] = real.long()
+    if "bbox" in names:
+        corner = torch.randint(0, 500, (*real.shape, 2), generator=generator)
+        batch["bbox"] = torch.cat([corner, corner + 100], -1)
+    if form.image_tokens and "mm_token_type_ids" in names:
+        batch["mm_token_type_ids"] = (ids == _image_token(model)).int()
+    return batch
+
+
+def _draw_sound(model: Any, form: Form, draw: Draw, generator: torch.Generator) -> Batch:
+    if form.sound is None:
+        return {}
+    names = signature(model)
+    name = "input_values" if "input_values" in names else "input_features"
+    batch: Batch = {name: torch.randn(ROWS, *form.sound, generator=generator)}
+    if draw.mask and form.mask and not form.text and "attention_mask" in names:
+        steps = form.sound[0]
+        batch["attention_mask"] = (torch.arange(steps) < torch.tensor([[1.0], [0.6], [0.8]]) * steps).long()
+    return batch
 
 
 def _draw_pixels(model: Any, form: Form, generator: torch.Generator) -> Batch:
