@@ -86,13 +86,11 @@ def collect(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def keep_real(value: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """What is defined of a tensor: the positions that a mask of its shape keeps, else all of it."""
-    for mask in masks:
-        if value.shape[: mask.ndim] == mask.shape:
-            return value[mask != 0]
-        if value.ndim > 1 and value.shape[0] == mask.numel():
-            return value[mask.flatten() != 0]
-    return value
+    """What is defined of a tensor: the positions that every mask of its shape keeps, else all of it."""
+    fitting = [mask != 0 for mask in masks if value.shape[: mask.ndim] == mask.shape]
+    if not fitting:  # rows [N S, ...], as of a router
+        fitting = [mask.flatten() != 0 for mask in masks if value.ndim > 1 and len(value) == mask.numel()]
+    return value[torch.stack(fitting).all(0)] if fitting else value
 
 
 def learn(model: nn.Module, batch: Batch, autocast: bool = False, seed: int = 0) -> dict[str, Tensor]:
