@@ -321,18 +321,18 @@ def scatter(model: nn.Module, outliers: bool = True) -> None:
     """Weights in values that bf16 holds: as far from their first values as training takes them, or near to those. What
     a wrong exchange does to a part of a model shows in the one or in the other."""
     for i, (name, parameter) in enumerate(model.named_parameters()):
-        if not parameter.is_floating_point():
+        if not parameter.is_floating_point() or not parameter.numel():
             continue
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
         if not outliers:
             parameter.add_(0.05 * noise)
         elif parameter.ndim < 2:
-            is_scale = bool(parameter.numel()) and float(parameter.mean()) > 0.5
+            is_scale = float(parameter.mean()) > 0.5
             parameter.add_(0.1 * noise)
             if name.endswith("weight") and parameter.numel() > 3:  # of a norm: x w, or x (1 + w)
                 parameter[3] = 5.0 if is_scale else 7.0
         else:
-            parameter.add_(noise * 0.5 / max(parameter[0].numel(), 1) ** 0.5)
+            parameter.add_(noise * 0.5 / parameter[0].numel() ** 0.5)
         parameter.copy_(parameter.bfloat16())
 
 
@@ -347,7 +347,7 @@ class Draw:
     side: str = "right"  # where padding is
     padding: int | None = None  # its id; None: that of the configuration
     mask: bool = True
-    labels: str = "drawn"  # or none, or ignored
+    labels: str = "drawn"  # or none, or ignored, or everywhere, also on padding
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -367,6 +367,7 @@ class Form:
     labels: str | None = None
     decoder: bool = False
     mask: bool = True
+    uncached: bool = True  # whether it may be told to keep no cache
 
 
 def signature(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -374,10 +375,13 @@ def signature(model: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def label_kind(model: nn.Module) -> str | None:
-    """What the head's labels are of: tokens, words (of the vocabulary, at tokens), rows, spans, choices."""
+    """What labels are: classes of tokens or of rows, words of the vocabulary at all tokens or at some (masked), spans,
+    choices, or whole samples."""
     name, names = type(model).__name__, signature(model)
     if "start_positions" in names and "QuestionAnswering" in name:
         return "spans"
+    if "labels_input_ids" in names:
+        return "samples"
     if "labels" not in names or re.search(r"Detection|Segmentation|DepthEst|CTC|MaskedImage|RegionTo", name):
         return None
     if re.search(r"(Sequence|Image|Audio|Video)Classification|NextSentence|TextClass", name):
@@ -412,6 +416,7 @@ def forms(model: nn.Module) -> Iterator[Form]:
         pictures += [replace(start, sound=shape) for shape in _sound_shapes(model)]
     for form in [*pictures, *([start] if text or not pictures else [])]:
         yield form
+        yield replace(form, uncached=False)
         if form.labels:
             yield replace(form, labels=None)
         if not form.text or form.sound:
@@ -452,55 +457,67 @@ def _sound_shapes(model: Any) -> list[tuple[int, ...]]:
 
 
 def draw_batch(model: Any, form: Form, draw: Draw = PLAIN, seed: int = 0) -> Batch:
-    generator, names = torch.Generator().manual_seed(seed), signature(model)
-    batch: Batch = {}
-    real = torch.ones(ROWS, LENGTH, dtype=torch.bool)
-    if form.text:
-        longest = max(draw.lengths)
-        real = torch.arange(longest) < torch.tensor(draw.lengths)[:, None]
-        real = real.flip(1) if draw.side == "left" else real
-        images = torch.zeros(ROWS, 0, dtype=torch.long)
-        if form.image_tokens:
-            images = torch.full((ROWS, form.image_tokens), _image_token(model))
-            joined = [images > 0, real] if draw.side == "right" else [real, images > 0]
-            real = torch.cat(joined, 1)
-        ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, real.shape, generator=generator)
-        if form.image_tokens:
-            places = slice(0, form.image_tokens) if draw.side == "right" else slice(-form.image_tokens, None)
-            ids[:, places] = images
-        eos = _find(model.config, "eos_token_id")
-        if "QuestionAnswering" not in type(model).__name__ and getattr(model.config, "is_encoder_decoder", False):
-            _end_rows(ids, real, eos)
-        padding = _find(model.config, "pad_token_id") if draw.padding is None else draw.padding
-        padding = PADDING if not isinstance(padding, int) or padding < 0 else padding
-        batch["input_ids"] = ids.where(real, torch.tensor(padding)) if draw.mask else ids
-        if draw.mask and "attention_mask" in names:
-            batch["attention_mask"] = real.long()
-        if "bbox" in names:
-            corner = torch.randint(0, 500, (*real.shape, 2), generator=generator)
-            batch["bbox"] = torch.cat([corner, corner + 100], -1)
-    batch |= _draw_pixels(model, form, generator)
-    if form.image_tokens and "mm_token_type_ids" in names:
-        batch["mm_token_type_ids"] = (batch["input_ids"] == _image_token(model)).int()
-    if form.sound is not None:
-        name = "input_values" if "input_values" in names else "input_features"
-        batch[name] = torch.randn(ROWS, *form.sound, generator=generator)
-        if draw.mask and form.mask and not form.text and "attention_mask" in names:
-            steps = form.sound[-1] if name == "input_values" and len(form.sound) == 1 else form.sound[0]
-            lengths = torch.tensor([1.0, 0.6, 0.8]) * steps
-            batch["attention_mask"] = (torch.arange(steps) < lengths[:, None]).long()
+    """Numbers are drawn in values that bf16 holds."""
+    generator = torch.Generator().manual_seed(seed)
+    real = _real_tokens(form, draw)
+    batch = _draw_text(model, form, draw, real, generator) if form.text else {}
+    batch |= _draw_pixels(model, form, generator) | _draw_sound(model, form, draw, generator)
     if form.decoder:
         batch |= _draw_decoder(model, form, draw, generator)
     if draw.labels != "none" and form.labels is not None:
         batch |= _draw_labels(model, form, draw, batch, real, generator)
     if form.labels == "choices":
-        for name in ("input_ids", "attention_mask", "bbox"):
-            if name in batch:
-                batch[name] = torch.stack([batch[name], batch[name].roll(1, 0)], 1)
-    if "use_cache" in names or ("kwargs" in names and form.text and _find(model.config, "use_cache") is not None):
+        own = [name for name in ("input_ids", "attention_mask", "bbox") if name in batch]
+        batch |= {name: torch.stack([batch[name], batch[name].roll(1, 0)], 1) for name in own}
+    if takes_cache(model, form):
         batch["use_cache"] = False
     numbers = {k: v.bfloat16().float() for k, v in batch.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return batch | numbers | dict(draw.options)
+
+
+def takes_cache(model: Any, form: Form) -> bool:
+    names = signature(model)
+    passed_on = "kwargs" in names and form.text and _find(model.config, "use_cache") is not None
+    return form.uncached and ("use_cache" in names or passed_on)
+
+
+def _real_tokens(form: Form, draw: Draw) -> Tensor:
+    """bool [N, S], without padding. Image tokens stand where no padding is."""
+    real = torch.arange(max(draw.lengths)) < torch.tensor(draw.lengths)[:, None]
+    images = torch.ones(ROWS, form.image_tokens, dtype=torch.bool)
+    return torch.cat([images, real], 1) if draw.side == "right" else torch.cat([real.flip(1), images], 1)
+
+
+def _draw_text(model: Any, form: Form, draw: Draw, real: Tensor, generator: torch.Generator) -> Batch:
+    names, config = signature(model), model.config
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, real.shape, generator=generator)
+    images = slice(0, form.image_tokens) if draw.side == "right" else slice(real.shape[1] - form.image_tokens, None)
+    ids[:, images] = _image_token(model)
+    if getattr(config, "is_encoder_decoder", False) and "QuestionAnswering" not in type(model).__name__:
+        _end_rows(ids, real, _find(config, "eos_token_id"))
+    padding = _find(config, "pad_token_id") if draw.padding is None else draw.padding
+    padding = PADDING if not isinstance(padding, int) or padding < 0 else padding
+    batch: Batch = {"input_ids": ids.where(real, torch.tensor(padding)) if draw.mask else ids}
+    if draw.mask and "attention_mask" in names:
+        batch["attention_mask"] = real.long()
+    if "bbox" in names:
+        corner = torch.randint(0, 500, (*real.shape, 2), generator=generator)
+        batch["bbox"] = torch.cat([corner, corner + 100], -1)
+    if form.image_tokens and "mm_token_type_ids" in names:
+        batch["mm_token_type_ids"] = (ids == _image_token(model)).int()
+    return batch
+
+
+def _draw_sound(model: Any, form: Form, draw: Draw, generator: torch.Generator) -> Batch:
+    if form.sound is None:
+        return {}
+    names = signature(model)
+    name = "input_values" if "input_values" in names else "input_features"
+    batch: Batch = {name: torch.randn(ROWS, *form.sound, generator=generator)}
+    if draw.mask and form.mask and not form.text and "attention_mask" in names:
+        steps = form.sound[0]
+        batch["attention_mask"] = (torch.arange(steps) < torch.tensor([[1.0], [0.6], [0.8]]) * steps).long()
+    return batch
 
 
 def _draw_pixels(model: Any, form: Form, generator: torch.Generator) -> Batch:
@@ -540,54 +557,52 @@ def _image_token(model: Any) -> int:
 
 
 def _draw_decoder(model: Any, form: Form, draw: Draw, generator: torch.Generator) -> Batch:
-    """Where labels do not make them."""
-    real = torch.arange(TARGETS) < torch.tensor([5, 7, 2])[:, None] if draw.mask else torch.ones(ROWS, TARGETS) > 0
-    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (ROWS, TARGETS), generator=generator)
-    if form.labels == "words" and draw.labels != "none":
-        return {}
-    if form.labels in ("rows", "spans", "masked"):
-        return {}
-    batch: Batch = {"decoder_input_ids": ids}
+    """Its mask, and its ids where labels do not make them."""
+    if form.labels in ("rows", "spans", "masked", "tokens"):
+        return {}  # the encoder's ids
+    batch: Batch = {}
+    if form.labels != "words" or draw.labels == "none":
+        batch["decoder_input_ids"] = torch.randint(FIRST_TOKEN, LAST_TOKEN, (ROWS, TARGETS), generator=generator)
     if draw.mask and draw.side == "right" and "decoder_attention_mask" in signature(model):
-        batch["decoder_attention_mask"] = real.long()
+        batch["decoder_attention_mask"] = _real_targets(draw).long()
     return batch
+
+
+def _real_targets(draw: Draw) -> Tensor:
+    lengths = torch.tensor([5, 7, 2] if draw.mask else [TARGETS] * ROWS)
+    return torch.arange(TARGETS) < lengths[:, None]
 
 
 def _draw_labels(
     model: Any, form: Form, draw: Draw, batch: Batch, real: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    ignored = draw.labels == "ignored"
-    rows = torch.arange(ROWS)
+    ignored, rows = draw.labels == "ignored", torch.arange(ROWS)
     if form.labels in ("rows", "pairs", "choices"):
-        labels = torch.full((ROWS,), IGNORE) if ignored else rows % (2 if form.labels != "rows" else _classes(model))
-        return {"labels": labels}
+        drawn = rows % (_classes(model) if form.labels == "rows" else 2)
+        return {"labels": torch.full((ROWS,), IGNORE) if ignored else drawn}
     if form.labels == "spans":
-        places = real.long().argmax(1)  # the first real one of each row
-        far = torch.full((ROWS,), 10_000)  # beyond the row: ignored
-        return {"start_positions": far if ignored else places + 1, "end_positions": far if ignored else places + 2}
-    if form.decoder and form.labels == "words":
-        real = torch.arange(TARGETS) < torch.tensor([5, 7, 2])[:, None] if draw.mask else torch.ones(ROWS, TARGETS) > 0
-        labels = torch.randint(FIRST_TOKEN, LAST_TOKEN, (ROWS, TARGETS), generator=generator)
-        made = {"labels": labels.where(real, torch.tensor(IGNORE))}
-        if draw.mask and draw.side == "right" and "decoder_attention_mask" in signature(model):
-            made["decoder_attention_mask"] = real.long()
-        return made | ({"labels": torch.full_like(labels, IGNORE)} if ignored else {})
-    shape = batch["input_ids"].shape if "input_ids" in batch else real.shape
-    most = {"tokens": _classes(model), "binary": 2}.get(str(form.labels), LAST_TOKEN)
-    labels = torch.randint(0 if most < FIRST_TOKEN else FIRST_TOKEN, most, shape, generator=generator)
-    keep = real.clone()
+        first = torch.full((ROWS,), 10_000) if ignored else real.long().argmax(1)  # beyond a row they are ignored
+        return {"start_positions": first + 1, "end_positions": first + 2}
+    if form.labels == "samples":
+        ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, real.shape, generator=generator)
+        made = {f"{kind}_input_ids": ids for kind in ("labels", "attack")}
+        return made | {f"{kind}_attention_mask": real.long() for kind in ("labels", "attack") if draw.mask}
+    real = _real_targets(draw) if form.decoder and form.labels == "words" else real
+    low, high = {"tokens": (0, _classes(model)), "binary": (0, 2)}.get(str(form.labels), (FIRST_TOKEN, LAST_TOKEN))
+    labels = torch.randint(low, high, real.shape, generator=generator)
+    keep = torch.ones_like(real) if draw.labels == "everywhere" or form.labels == "binary" else real.clone()
     if form.labels == "masked":
-        keep &= torch.rand(shape, generator=generator) < 0.5
-    elif form.labels == "words" and draw.side == "left":
+        keep &= torch.rand(real.shape, generator=generator) < 0.5
+    elif form.labels == "words" and draw.side == "left" and not form.decoder:
         keep[:, 1:] &= real[:, :-1]  # the first real token is not predicted from padding
-    if form.image_tokens:
+    if form.image_tokens and not form.decoder:
         keep &= batch["input_ids"] != _image_token(model)
-    labels = labels if form.labels == "binary" else labels.where(keep & ~torch.tensor(ignored), torch.tensor(IGNORE))
-    made = {"labels": labels}
-    for name in ("next_sentence_label", "sentence_order_label"):
-        if name in signature(model):
-            made[name] = rows % 2
-    return made
+    keep &= not ignored or form.labels == "binary"
+    sentences = {name: rows % 2 for name in SENTENCES if name in signature(model)}
+    return {"labels": labels.where(keep, torch.tensor(IGNORE))} | sentences
+
+
+SENTENCES = ("next_sentence_label", "sentence_order_label")
 
 
 def _classes(model: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import nn
 
 import stretto
 from bench import hf_families
-from bench.hf_families import Result, check_class
+from bench.hf_families import Result, check_class, sweep
 from bench.hf_tiny import find_class
 from tests.hf.families import OLD
 
@@ -126,6 +128,29 @@ def test_a_model_that_is_left_half_exchanged_is_found(monkeypatch: pytest.Monkey
     result = check_with(monkeypatch, accelerate)
     assert result.result == "half exchanged"
     assert set(result.faults) == {"half exchanged", "raises in accelerate"}
+
+
+def test_a_crash_and_a_hang_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(name: str, family: str, tell: Any) -> Result:
+        result = Result(name, family, stage="accelerate" if family == "ours" else "building")
+        tell(result)
+        while name == "hang":
+            pass
+        if name == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    monkeypatch.setattr(hf_families, "check_class", check)
+    chosen = [("crash", "ours"), ("crash", "theirs"), ("hang", "ours"), ("nothing", "ours")]
+    found = sweep(chosen, jobs=2, limit=1, save=lambda results: None)
+    assert [(result.name, result.family, result.result) for result in found] == [
+        ("crash", "ours", "hangs or crashes"),
+        ("hang", "ours", "hangs or crashes"),
+        ("nothing", "ours", "equal"),
+        ("crash", "theirs", "not tried"),
+    ]
+    assert found[0].faults["hangs or crashes"] == ["SIGKILL while accelerate"]
+    assert found[1].faults["hangs or crashes"] == ["SIGXCPU while accelerate"]
 
 
 def test_a_class_that_cannot_be_built_is_not_tried() -> None:
