@@ -205,5 +205,5 @@ def _transformers() -> Any:
         return import_module("transformers")  # only here: it is large, and training needs none of it
     except ImportError as error:
         raise ConfigError(
-            "writing a Hugging Face folder needs transformers: pip install 'transformers>=4.57'"
+            "writing a Hugging Face folder needs transformers: pip install 'transformers>=5.3'"
         ) from error

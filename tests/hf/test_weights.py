@@ -293,4 +293,4 @@ def test_both_versions_find_the_rope_in_an_export(folders: dict[str, Path], tmp_
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["rope_theta"] == 700.0
     assert config["rope_scaling"] == {"rope_type": "llama3"} | asdict(ROPE_SCALING)
-    assert hf.__version__ < "5" or config["rope_parameters"] == config["rope_scaling"] | {"rope_theta": 700.0}
+    assert config["rope_parameters"] == config["rope_scaling"] | {"rope_theta": 700.0}
