@@ -206,7 +206,7 @@ def evaluate_now(run: Run, report: Report) -> bool:
     parts, num_batches = run.parts, run.config.train.eval_batches
     scores = evaluate(parts.plain, parts.precision, run.data, num_batches, run.rt, parts.split)
     report.eval_line(run.step, scores)
-    if scores["eval_loss"] >= run.best:
+    if not scores["eval_loss"] < run.best:  # also if it is NaN
         return False
     run.best, run.best_step = scores["eval_loss"], run.step
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -386,3 +387,23 @@ def test_two_runs_cannot_share_a_folder(make_config: MakeConfig) -> None:
     folder.mkdir()
     with lock_folder(folder), pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
         train(make_config())
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "kept"),
+    [
+        ((3.0, math.nan, 5.0, 4.5), 2, [8, 6, 2]),
+        ((3.0, 2.5, 2.0, math.nan), 6, [8, 6]),
+        ((math.nan, 3.0, math.inf, 3.0), 4, [8, 6, 4]),
+        ((math.nan,) * 4, 0, [8, 6]),
+    ],
+)
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...], best: int, kept: list[int]
+) -> None:
+    real, values = stretto.train.evaluate, iter(losses)
+    monkeypatch.setattr(stretto.train, "evaluate", lambda *args: real(*args) | {"eval_loss": next(values)})
+    folder = train(make_config(train__steps=8, train__eval_every=2, checkpoint__every=2)) / "checkpoints"
+    assert checkpoint.steps(folder) == kept
+    assert checkpoint.load(folder, 8).state["best_step"] == best
+    assert checkpoint.find_best(folder) == (best or 8)
