@@ -27,7 +27,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -42,8 +42,10 @@ from stretto.weights import Write, put, take
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the entries that AdamW keeps for each parameter
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other errors of the system may pass
 PAUSES_S = (0.1, 0.5, 2.0)  # between tries to read; what network file systems and a full table of open files may need
 _NAME = re.compile(r"step-(\d{8})")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -115,16 +117,21 @@ def _write(draft: Path, shot: Snapshot) -> None:
 def find_damage(checkpoint: Path) -> str | None:
     """Why this checkpoint must not be loaded; None if it is whole. A `CheckpointError` says that it cannot be read, or
     that it is another step's than its name says."""
-    for pause in (*PAUSES_S, None):
+    return _read_patiently(checkpoint, _find_damage)
+
+
+def _read_patiently(checkpoint: Path, read: Callable[[Path], Result]) -> Result:
+    for pause in PAUSES_S:
         try:
-            return _find_damage(checkpoint)
-        except OSError as error:
-            if pause is None:
-                raise CheckpointError(
-                    f"{checkpoint} cannot be read, though it may be whole ({error}): try again later, or move it away"
-                ) from error
+            return read(checkpoint)
+        except OSError:
             time.sleep(pause)
-    raise AssertionError("the last try returns or raises")
+    try:
+        return read(checkpoint)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be read, though it may be whole ({error}): try again later, or move it away"
+        ) from error
 
 
 def _find_damage(checkpoint: Path) -> str | None:
@@ -139,9 +146,7 @@ def _find_damage(checkpoint: Path) -> str | None:
                 return f"{name} has the wrong size"
             if _hash(checkpoint / name) != entry["sha256"]:
                 return f"{name} does not match its SHA-256"
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        return f"{type(error).__name__}: {error}"
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (*MISSING, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     if checkpoint.name != own_name:
         raise CheckpointError(f"{checkpoint} is {own_name} by its manifest: give it that name again, or move it away")
@@ -174,7 +179,7 @@ def find_best(folder: Path, say: Callable[[str], object] = tell) -> int | None:
     newest = find_newest(folder, say)
     if newest is None:
         return None
-    best = int(json.loads((folder / f"step-{newest:08d}" / "state.json").read_text())["best_step"])
+    best = int(_read_patiently(folder / f"step-{newest:08d}", _read_state)["best_step"])
     return best if best and find_damage(folder / f"step-{best:08d}") is None else newest
 
 
@@ -185,10 +190,14 @@ def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
         return Snapshot(
             load_file(checkpoint / "model.safetensors"),
             load_file(checkpoint / "optimizer.safetensors") if moments else {},
-            json.loads((checkpoint / "state.json").read_text()),
+            _read_state(checkpoint),
         )
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "state.json").read_text())
 
 
 def restore_weights(model: nn.Module, shot: Snapshot, write: Write = put) -> None:

@@ -83,7 +83,7 @@ class Report:
         except Exception as error:
             self.lost.add(sink)
             self.console.quiet |= sink == TERMINAL
-            tell(f"warning: {sink} failed and is left out from now on; training goes on: {error}")
+            tell(f"warning: {sink} failed, and is left out from now on; the run does not need it: {error}")
 
     def _open_events(self, resume_at: int) -> None:
         _forget_after(self.path, resume_at)

@@ -179,7 +179,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         handle = open_in_place(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened for writing: {error.strerror}") from error
-    with open(handle, "r+", encoding="utf-8") as file:
+    with open(handle, "r+", encoding="utf-8", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -198,7 +198,8 @@ def recording_exit(folder: Path, runtime: Runtime, timeout_s: float) -> Iterator
     on, or was killed. Every process may write it, once the main process holds the lock."""
     path = folder / EXIT
     if runtime.is_main:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
     try:
         yield
     except BaseException as error:
@@ -232,7 +233,7 @@ def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
         return OutOfMemoryError(f"memory is full: lower data.batch_size or data.max_tokens and raise "
                                 f"train.micro_batches by as much. {text.partition(chr(10))[0]}")  # fmt: skip
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or "No space left on device" in text:
+    if full or "No space left on device" in text or "Disk quota exceeded" in text:
         return DiskFullError(f"the disk is full; earlier checkpoints are whole: {text}")
     lost = (
         "Connection closed by peer",

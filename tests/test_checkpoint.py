@@ -305,14 +305,15 @@ def test_a_read_that_fails_and_then_works_costs_nothing(
     two_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int
 ) -> None:
     newest = two_checkpoints / "step-00000020"
-    with monkeypatch.context() as patch:
-        calls = Failing(patch, newest, range(0), number)
-        assert checkpoint.find_newest(two_checkpoints) == 20
-    assert calls.calls >= 4, "every file is looked at"
-    for first in range(calls.calls):
+    for find in (checkpoint.find_newest, checkpoint.find_best):
         with monkeypatch.context() as patch:
-            Failing(patch, newest, range(first, first + times), number)
-            assert checkpoint.find_newest(two_checkpoints) == 20, f"the call that failed was number {first}"
+            calls = Failing(patch, newest, range(0), number)
+            assert find(two_checkpoints) == 20
+        assert calls.calls >= 4, "every file is looked at"
+        for first in range(calls.calls):
+            with monkeypatch.context() as patch:
+                Failing(patch, newest, range(first, first + times), number)
+                assert find(two_checkpoints) == 20, f"the call that failed was number {first}"
 
 
 @pytest.mark.parametrize("number", PASSING)
