@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ class Report:
     """Only the main process has a real one; the others are told to be quiet."""
 
     def __init__(self, folder: Path, total: int, resume_at: int, active: bool) -> None:
-        self.active, self.total, self.path = active, total, folder / EVENTS
+        self.total, self.path = total, folder / EVENTS
         self.console = Terminal(quiet=not active, highlight=False)
         self.bar: Progress | None = None
         self.file: int | None = None
@@ -68,7 +68,8 @@ class Report:
 
     def __exit__(self, *error: object) -> None:
         if self.bar is not None:
-            self.attempt(TERMINAL, self.bar.stop)
+            with suppress(OSError):  # its thread has to end also if the terminal is gone
+                self.bar.stop()
         if self.board is not None:
             self.attempt(BOARD, self.board.close)
         if self.file is not None:
