@@ -47,8 +47,8 @@ from stretto.config import (
     load_config,
 )
 from stretto.data import Data, open_data
-from stretto.data.files import replacing
 from stretto.errors import ConfigError, Preempted, StrettoError
+from stretto.files import replacing
 from stretto.flops import training_flops
 from stretto.model import build_model
 from stretto.recipes import find_recipe

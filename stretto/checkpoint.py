@@ -6,8 +6,13 @@
                               manifest.json          size and SHA-256 of the others
 
 A checkpoint is written into a temporary folder, flushed to the disk and renamed in one instant, so a crash leaves the
-previous one or the new one, whole. One that does not match its manifest is never loaded. There is no pickle: reading
-a checkpoint cannot run code. Tensors are stored whole, so a run may resume on another number of processes.
+previous one or the new one, whole. There is no pickle: reading a checkpoint cannot run code. Tensors are stored whole,
+so a run may resume on another number of processes.
+
+Three things can be wrong with one. It is damaged if it does not match its manifest: it is passed over, and may be
+deleted. It is unreadable if the system fails: after some tries the run stops, since the checkpoint may be whole. It is
+foreign if it is of another step than its name says, or of another model or optimizer: the run stops, too. What is
+unreadable or foreign is never deleted.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ import json
 import os
 import re
 import shutil
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -28,11 +35,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from stretto.errors import CheckpointError
+from stretto.files import sync
 from stretto.optim import FlatAdamW
+from stretto.runtime import tell
 from stretto.weights import Write, put, take
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the entries that AdamW keeps for each parameter
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other errors of the system may pass
+PAUSES_S = (0.1, 0.5, 2.0)  # between tries to read; what network file systems and a full table of open files may need
 _NAME = re.compile(r"step-(\d{8})")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -48,13 +61,18 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str
     """Every process must call it: sharded tensors are gathered."""
     exact = optimizer.weight if isinstance(optimizer, FlatAdamW) else Tensor.detach
     weights = {name: take(exact(value)) for name, value in model.state_dict(keep_vars=True).items()}
-    moments = {
-        f"{key}/{name}": take(value)
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if key != "low"  # lower halves are part of the weights
-    }
+    moments = {}
+    for name, parameter in _trained_parameters(model, optimizer).items():
+        entries = optimizer.state.get(parameter, {})
+        for key in MOMENTS:  # torch's AdamW has none of a parameter that never had a gradient: it begins with zeros
+            shape = () if key == "step" else parameter.shape
+            moments[f"{key}/{name}"] = take(entries[key]) if key in entries else torch.zeros(shape)
     return Snapshot(weights, moments, state)
+
+
+def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter in trained}
 
 
 def save(folder: Path, shot: Snapshot, keep: int) -> Path:
@@ -64,21 +82,21 @@ def save(folder: Path, shot: Snapshot, keep: int) -> Path:
     if bad:
         raise CheckpointError(f"refusing to save step {step}: {bad[0]} and {len(bad) - 1} more are not finite")
     target = folder / f"step-{step:08d}"
-    if target.exists():
+    if step in steps(folder):
         if find_damage(target) is None:
             return target  # a stop right after a regular save
         _discard(target)
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob(".*"):
+    for stale in (*folder.glob(".new-*"), *folder.glob(".gone-*")):
         shutil.rmtree(stale, ignore_errors=True)  # what a crash left behind
-    draft = folder / f".new-{target.name}"
+    draft = folder / f".new-{target.name}-{uuid.uuid4().hex}"
     try:
         _write(draft, shot)
         draft.rename(target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    _sync(folder)
+    sync(folder)
     _retire(folder, step, keep, shot.state["best_step"])
     return target
 
@@ -92,34 +110,61 @@ def _write(draft: Path, shot: Snapshot) -> None:
     manifest = {"format": 1, "step": shot.state["step"], "torch": torch.__version__, "files": files}
     (draft / "manifest.json").write_text(json.dumps(manifest | {"seal": _seal(manifest)}, indent=1))
     for name in (*FILES, "manifest.json"):
-        _sync(draft / name)
-    _sync(draft)
+        sync(draft / name)
+    sync(draft)
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Why this checkpoint must not be loaded; None if it is whole."""
+    """Why this checkpoint must not be loaded; None if it is whole. A `CheckpointError` says that it cannot be read, or
+    that it is another step's than its name says."""
+    return _read_patiently(checkpoint, _find_damage)
+
+
+def _read_patiently(checkpoint: Path, read: Callable[[Path], Result]) -> Result:
+    for pause in PAUSES_S:
+        try:
+            return read(checkpoint)
+        except OSError:
+            time.sleep(pause)
+    try:
+        return read(checkpoint)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be read, though it may be whole ({error}): try again later, or move it away"
+        ) from error
+
+
+def _find_damage(checkpoint: Path) -> str | None:
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         if manifest.pop("seal") != _seal(manifest):
             return "manifest.json was changed"
+        own_name = f"step-{manifest['step']:08d}"
         for name in FILES:  # names come from here, never from the file: it cannot point elsewhere
             entry = manifest["files"][name]
             if (checkpoint / name).stat().st_size != entry["size"]:
                 return f"{name} has the wrong size"
             if _hash(checkpoint / name) != entry["sha256"]:
                 return f"{name} does not match its SHA-256"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*MISSING, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
+    if checkpoint.name != own_name:
+        raise CheckpointError(f"{checkpoint} is {own_name} by its manifest: give it that name again, or move it away")
     return None
 
 
 def steps(folder: Path) -> list[int]:
     """The published steps, newest first."""
-    names = (_NAME.fullmatch(path.name) for path in folder.glob("step-*"))
+    try:
+        names = [_NAME.fullmatch(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
-def find_newest(folder: Path, say: Callable[[str], object] = print) -> int | None:
+def find_newest(folder: Path, say: Callable[[str], object] = tell) -> int | None:
     """The newest step that verifies; damaged ones are named and passed over."""
     for step in steps(folder):
         damage = find_damage(folder / f"step-{step:08d}")
@@ -129,13 +174,13 @@ def find_newest(folder: Path, say: Callable[[str], object] = print) -> int | Non
     return None
 
 
-def find_best(folder: Path, say: Callable[[str], object] = print) -> int | None:
+def find_best(folder: Path, say: Callable[[str], object] = tell) -> int | None:
     """The step that evaluated best, by the word of the newest checkpoint; the newest itself where that is gone."""
     newest = find_newest(folder, say)
     if newest is None:
         return None
-    best = int(json.loads((folder / f"step-{newest:08d}" / "state.json").read_text())["best_step"])
-    return best if find_damage(folder / f"step-{best:08d}") is None else newest
+    best = int(_read_patiently(folder / f"step-{newest:08d}", _read_state)["best_step"])
+    return best if best and find_damage(folder / f"step-{best:08d}") is None else newest
 
 
 def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
@@ -145,33 +190,47 @@ def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
         return Snapshot(
             load_file(checkpoint / "model.safetensors"),
             load_file(checkpoint / "optimizer.safetensors") if moments else {},
-            json.loads((checkpoint / "state.json").read_text()),
+            _read_state(checkpoint),
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "state.json").read_text())
 
 
 def restore_weights(model: nn.Module, shot: Snapshot, write: Write = put) -> None:
     """`write` puts a whole fp32 value into a parameter; while training, the optimizer knows how."""
     current = model.state_dict(keep_vars=True)
-    differences = [f"missing: {name}" for name in current.keys() - shot.weights.keys()]
-    differences += [f"not in the model: {name}" for name in shot.weights.keys() - current.keys()]
-    differences += [
-        f"{name} is {list(shot.weights[name].shape)}, the model's is {list(value.shape)}"
-        for name, value in current.items()
-        if name in shot.weights and shot.weights[name].shape != value.shape
-    ]
-    if differences:
-        raise CheckpointError("the checkpoint is of another model: " + "; ".join(sorted(differences)))
+    _check_shapes("model", {name: value.shape for name, value in current.items()}, shot.weights)
     for name, value in current.items():
         write(value, shot.weights[name])
 
 
+def _check_shapes(kind: str, expected: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
+    differences = [f"missing: {name}" for name in expected.keys() - found.keys()]
+    differences += [f"not in the {kind}: {name}" for name in found.keys() - expected.keys()]
+    differences += [
+        f"{name} is {list(found[name].shape)}, the {kind}'s is {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name].shape != shape
+    ]
+    if differences:
+        raise CheckpointError(f"the checkpoint is of another {kind}: " + "; ".join(sorted(differences)))
+
+
 def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Snapshot) -> None:
-    names = dict(model.named_parameters())
+    parameters = _trained_parameters(model, optimizer)
+    shapes = {
+        f"{key}/{name}": torch.Size() if key == "step" else parameter.shape
+        for name, parameter in parameters.items()
+        for key in MOMENTS
+    }
+    _check_shapes("optimizer", shapes, shot.moments)
     for entry, value in shot.moments.items():
         key, _, name = entry.partition("/")
-        parameter, state = names[name], optimizer.state[names[name]]
+        parameter, state = parameters[name], optimizer.state[parameters[name]]
         if key not in state:  # torch's AdamW makes its state in its first step
             like = parameter if key != "step" else torch.zeros((), device=parameter.device)
             state[key] = torch.empty_like(like, requires_grad=False)
@@ -179,13 +238,21 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Sn
 
 
 def _retire(folder: Path, step: int, keep: int, best_step: int) -> None:
-    """Keeps the newest `keep` and the best. Runs only after `step` is safely there; those beyond it did not verify
-    when the run was resumed, and must not count as the newest."""
+    """Keeps the newest `keep` and the best. Runs only after `step` is safely there; those beyond it were damaged when
+    the run was resumed, and must not count as the newest. They go if they still are."""
     known = steps(folder)
     newest = [other for other in known if other <= step][:keep]
     for other in known:
-        if other not in (*newest, best_step):
-            _discard(folder / f"step-{other:08d}")
+        path = folder / f"step-{other:08d}"
+        if other not in (*newest, best_step) and (other < step or _is_damaged(path)):
+            _discard(path)
+
+
+def _is_damaged(checkpoint: Path) -> bool:
+    try:
+        return find_damage(checkpoint) is not None
+    except CheckpointError:
+        return False  # nobody knows: it stays
 
 
 def _discard(checkpoint: Path) -> None:
@@ -202,11 +269,3 @@ def _seal(manifest: dict[str, Any]) -> str:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -145,8 +147,29 @@ def recipes() -> None:
 
 
 def main() -> None:
+    _replace_closed_streams()
     try:
         app()
     except StrettoError as error:
-        print(f"stretto: {error}", file=sys.stderr)
+        with suppress(OSError):  # nobody may be there to read it; the exit code says enough
+            print(f"stretto: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    finally:
+        _drop_unwritten_output()
+
+
+def _replace_closed_streams() -> None:
+    """A command started with `>&-` has no stdout at all."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def _drop_unwritten_output() -> None:
+    """What could not be written, since the reader is gone or the disk is full, would fail again when Python ends, and
+    change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

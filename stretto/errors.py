@@ -12,6 +12,10 @@
 | 8 | out of memory |
 | 9 | disk full |
 | 75 | stopped by a signal after saving: run again with `--resume` |
+| 130 | Ctrl-C a second time: stopped at once |
+
+torchrun turns all of these into 1, so a run that has begun also writes its end to `exit.json` in its folder: the code,
+the cause and its message, and the rank of the process that failed first. A run without one goes on, or was killed.
 """
 
 

@@ -58,7 +58,13 @@ def measure(folder: Path, beam: int) -> dict[str, Any]:
     cfg = load_run_config(folder)
     with start(cfg.run) as rt:
         trained = load_trained(folder, rt.device)
-        data = open_data(cfg.data, seed=cfg.run.seed, folder=folder / "data", image_size=cfg.model.image_size)
+        data = open_data(
+            cfg.data,
+            seed=cfg.run.seed,
+            folder=folder / "data",
+            image_size=cfg.model.image_size,
+            fill_cache=False,  # who measures a run of someone else's does not write where its configuration says
+        )
         precision = resolve_precision(cfg.train.precision, rt.device)
         scores: dict[str, Any] = {"step": trained.step, **evaluate(trained.model, precision, data, 0, rt)}
         if isinstance(data, PairData):

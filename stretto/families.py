@@ -147,7 +147,7 @@ def read_family(folder: Path) -> tuple[str, dict[str, Any]]:
             f"model.init: cannot read {path}: {error.strerror}. It must be a folder that `save_pretrained` wrote;"
             " a run that has begun no longer needs it: go on with `stretto train RUN/config.toml --resume`"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"model.init: {path} is not JSON: {error}") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in FAMILIES:

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 
 from stretto.config import dump_config
+from stretto.files import write_text
 from stretto.generate import sample
 from stretto.model import Decoder
-from stretto.report import EVENTS, read_events
+from stretto.report import read_events
+from stretto.runtime import tell
 from stretto.trained import load_run_config, load_trained
 
 PAGE = "report.html"
@@ -94,16 +96,23 @@ def write_report(folder: Path, device: torch.device) -> Path:
 
 def write_page(folder: Path, config_text: str, sample: str = "") -> Path:
     """Writes folder/report.html from its events, at any moment of a run, and says where it is."""
-    events = [e for e in read_events(folder) if isinstance(e, dict)] if (folder / EVENTS).exists() else []
+    events = _read_events(folder)
     page = TEMPLATE.substitute(
         title=escape(folder.resolve().name),
         headline=_headline(events),
         pictures="\n".join(_pictures(events)),
         sections="\n".join(_sections(events, config_text, sample)),
     )
-    draft = folder / f".{PAGE}"
-    draft.write_text(page, encoding="utf-8", errors="replace", newline="\n")
-    return draft.replace(folder / PAGE)
+    write_text(folder / PAGE, page)
+    return folder / PAGE
+
+
+def _read_events(folder: Path) -> list[Event]:
+    try:
+        return read_events(folder)
+    except OSError as error:
+        tell(f"warning: the report has no curves, since the events cannot be read: {error}")
+        return []
 
 
 def _number(event: Event, key: str) -> float:

@@ -2,19 +2,24 @@
 
 One line of events.jsonl is one JSON object. Logged training steps carry `step`, `loss` and `tokens_per_s`;
 evaluations carry `step` and `eval_loss`; the first line of each start carries `environment`.
+
+Each of these may fail, by a full disk or a reader that went away: a warning says so once, and training goes on.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -23,42 +28,74 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 
-from stretto.runtime import memory_gib, peak_flops
+from stretto.files import open_in_place, replacing
+from stretto.runtime import memory_gib, peak_flops, tell
 
-EVENTS = "events.jsonl"
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+EVENTS, BOARD, TERMINAL = "events.jsonl", "tensorboard", "the output"
 GAP = "  "
 IMPORTANCE = ("step", "loss", "speed", "left", "bar", "mfu", "memory", "lr", "norm", "padding", "elapsed")
 SHORTEST_BAR, LONGEST_BAR = 10, 40
+
+
+class Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process."""
+        raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
 
 
 class Report:
     """Only the main process has a real one; the others are told to be quiet."""
 
     def __init__(self, folder: Path, total: int, resume_at: int, active: bool) -> None:
-        self.active, self.total, self.path = active, total, folder / EVENTS
-        self.console = Console(quiet=not active, highlight=False)
+        self.total, self.path = total, folder / EVENTS
+        self.console = Terminal(quiet=not active, highlight=False)
         self.bar: Progress | None = None
+        self.file: int | None = None
+        self.board: SummaryWriter | None = None
+        self.lost: set[str] = set()  # what has failed
         if not active:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
-        _forget_after(self.path, resume_at)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_at + 1)
-        self.file = self.path.open("a", encoding="utf-8")
+        self.attempt(EVENTS, lambda: self._open_events(resume_at))
+        self.attempt(BOARD, lambda: self._open_board(folder / BOARD, resume_at))
         if sys.stdout.isatty():
             self.bar = Progress(BarAndNumbers(), console=self.console)
             self.task = self.bar.add_task("train", total=total, completed=resume_at, numbers={})
-            self.bar.start()
+            self.attempt(TERMINAL, self.bar.start)
 
     def __enter__(self) -> Report:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.bar is not None:
-            self.bar.stop()
-        if self.active:
-            self.board.close()
-            self.file.close()
+            with suppress(OSError):  # its thread has to end also if the terminal is gone
+                self.bar.stop()
+        if self.board is not None:
+            self.attempt(BOARD, self.board.close)
+        if self.file is not None:
+            os.close(self.file)
+
+    def attempt(self, sink: str, write: Callable[[], object]) -> None:
+        """Calls `write`. If it fails, now or earlier, the run has one thing less to show, and nothing else changes."""
+        if sink in self.lost:
+            return
+        try:
+            write()
+        except Exception as error:
+            self.lost.add(sink)
+            self.console.quiet |= sink == TERMINAL
+            tell(f"warning: {sink} failed, and is left out from now on; the run does not need it: {error}")
+
+    def _open_events(self, resume_at: int) -> None:
+        _forget_after(self.path, resume_at)
+        self.file = open_in_place(self.path)
+
+    def _open_board(self, folder: Path, resume_at: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.board = SummaryWriter(str(folder), purge_step=resume_at + 1)
 
     def start(self, environment: dict[str, Any], *descriptions: str) -> None:
         self.event(environment=environment)
@@ -66,7 +103,7 @@ class Report:
             self.say(text)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.attempt(TERMINAL, lambda: self.console.print(text, markup=False, soft_wrap=True))
 
     def advance(self, step: int) -> None:
         if self.bar is not None:
@@ -74,16 +111,15 @@ class Report:
 
     def event(self, **values: Any) -> None:
         """Writes one line; numbers also go to TensorBoard. A line is on its way to the disk before this returns."""
-        if not self.active:
-            return
-        line = {"time": round(time.time(), 3)} | {key: _as_json(value) for key, value in values.items()}
-        self.file.write(json.dumps(line, allow_nan=False) + "\n")
-        self.file.flush()
-        if "step" in values:
+        if self.file is not None:
+            line = {"time": round(time.time(), 3)} | {key: _as_json(value) for key, value in values.items()}
+            text = json.dumps(line, allow_nan=False) + "\n"
+            self.attempt(EVENTS, partial(os.write, self.file, text.encode()))
+        if self.board is not None and "step" in values:
             group = "eval" if "eval_loss" in values else "train"
             for key, value in values.items():
                 if key != "step" and isinstance(value, (int, float)):
-                    self.board.add_scalar(f"{group}/{key}", value, values["step"])
+                    self.attempt(BOARD, partial(self.board.add_scalar, f"{group}/{key}", value, values["step"]))
 
     def train_line(self, values: dict[str, Any], seconds_per_step: float) -> None:
         self.event(**values)
@@ -147,24 +183,32 @@ def choose_pieces(pieces: dict[str, str], width: int) -> set[str]:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All whole lines: a crash may tear the last one."""
-    events = []
-    for line in (folder / EVENTS).read_text(encoding="utf-8").splitlines():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
+    """All whole lines, and none if there is no file: a crash may tear a line, and a disk may spoil one."""
+    try:
+        lines = (folder / EVENTS).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def _forget_after(path: Path, step: int) -> None:
     """A run resumed from step n does the later steps again: their earlier lines go."""
-    if not path.exists():
-        return
-    kept = [event for event in read_events(path.parent) if event.get("step", 0) <= step]
-    draft = path.with_name(f".{path.name}")
-    draft.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-    draft.replace(path)
+    kept = [event for event in read_events(path.parent) if not _is_later(event, step)]
+    with replacing(path) as file:
+        file.writelines(json.dumps(event).encode() + b"\n" for event in kept)
+
+
+def _is_later(event: dict[str, Any], step: int) -> bool:
+    own = event.get("step")
+    return isinstance(own, (int, float)) and own > step
 
 
 def _as_json(value: Any) -> Any:

@@ -1,17 +1,19 @@
-"""The process and its peers: device, process group, seeds, signals, and the lock on the run folder."""
+"""The process and its peers: device, process group, seeds, signals, the lock on the run folder, and how a run ended."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,11 +27,17 @@ import torch.distributed as dist
 from stretto import __version__
 from stretto.config import RunConfig
 from stretto.errors import CheckpointError, ConfigError, DiskFullError, OutOfMemoryError, PeerLostError, StrettoError
+from stretto.files import open_in_place, open_new, write_text
 
 # Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports; the first match counts.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
               "L40": 181e12, "NVIDIA L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 112e12,
               "Tesla T4": 65e12}  # fmt: skip
+
+# The usual ways to be asked to stop: Ctrl-C, schedulers, a terminal that was closed, Slurm's --signal=USR1.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SAME_REQUEST_S = 5.0  # a control group signals all processes, and torchrun then passes the signal on to its workers
+EXIT = "exit.json"
 
 
 @dataclass
@@ -123,17 +131,23 @@ def choose_device(name: str = "auto") -> torch.device:
 
 @contextmanager
 def _signals(runtime: Runtime) -> Iterator[None]:
-    """The first SIGINT or SIGTERM asks the loop to save and stop; the second ends the process at once."""
+    """A first signal asks the loop to save and stop. The same signal soon after is the same request; later, it ends the
+    process at once."""
+    asked: dict[int, float] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
+        if number in asked and time.monotonic() - asked[number] > SAME_REQUEST_S:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        if runtime.is_main and not runtime.stop:
+            tell(f"saving after this step, then stopping; the same signal {SAME_REQUEST_S:g} s from now, or later, "
+                 "stops at once")  # fmt: skip
+        asked.setdefault(number, time.monotonic())
         runtime.stop = True
-        if runtime.is_main:
-            print(
-                "stretto: saving after this step, then stopping; the same signal again stops at once", file=sys.stderr
-            )
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-    watched = (signal.SIGINT, signal.SIGTERM)
+    # nohup lets a run outlive its terminal by having SIGHUP ignored.
+    watched = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
     try:
         before = {number: signal.signal(number, ask) for number in watched}
     except ValueError:  # not in the main thread, where Python allows no handlers: the caller keeps its own
@@ -143,6 +157,12 @@ def _signals(runtime: Runtime) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def tell(text: str) -> None:
+    """A line on stderr. Nobody may be there to read it, and that must stop nothing."""
+    with suppress(Exception):
+        print(f"stretto: {text}", file=sys.stderr, flush=True)
 
 
 def seed_all(seed: int, *keys: int) -> None:
@@ -155,7 +175,11 @@ def seed_all(seed: int, *keys: int) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Two runs must not write one folder. The lock goes away with the process, however it ends."""
     path = folder / "lock"
-    with path.open("a+", encoding="utf-8") as file:
+    try:
+        handle = open_in_place(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened for writing: {error.strerror}") from error
+    with open(handle, "r+", encoding="utf-8", errors="replace") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -168,6 +192,38 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recording_exit(folder: Path, runtime: Runtime, timeout_s: float) -> Iterator[None]:
+    """Writes how the run ended to exit.json: torchrun turns every exit code into 1. While there is none, the run goes
+    on, or was killed. Every process may write it, once the main process holds the lock."""
+    path = folder / EXIT
+    if runtime.is_main:
+        with suppress(OSError):
+            path.unlink()
+    try:
+        yield
+    except BaseException as error:
+        _record_exit(path, runtime.rank, explain(error, timeout_s) or error)
+        raise
+    if runtime.is_main:
+        _record_exit(path, runtime.rank, None)
+
+
+def _record_exit(path: Path, rank: int, cause: BaseException | None) -> None:
+    code = 130 if isinstance(cause, KeyboardInterrupt) else getattr(cause, "exit_code", 0 if cause is None else 1)
+    kind, message = ("", "") if cause is None else (type(cause).__name__, str(cause))
+    record = {"code": code, "cause": kind, "message": message, "rank": rank, "time": round(time.time(), 3)}
+    text = json.dumps(record, indent=1) + "\n"
+    try:
+        if isinstance(cause, PeerLostError):  # what the lost process has written itself, before or after, says more
+            with suppress(FileExistsError), open(open_new(path), "w", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            write_text(path, text)
+    except OSError as error:
+        tell(f"{path} could not be written: {error.strerror}")
+
+
 def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
     """The user's words for errors that torch and the system raise; None for those that are bugs."""
     text = str(error)
@@ -177,7 +233,7 @@ def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
         return OutOfMemoryError(f"memory is full: lower data.batch_size or data.max_tokens and raise "
                                 f"train.micro_batches by as much. {text.partition(chr(10))[0]}")  # fmt: skip
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or "No space left on device" in text:
+    if full or "No space left on device" in text or "Disk quota exceeded" in text:
         return DiskFullError(f"the disk is full; earlier checkpoints are whole: {text}")
     lost = (
         "Connection closed by peer",

@@ -19,6 +19,7 @@ from stretto.data import Data, open_data
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
 from stretto.evaluate import evaluate
+from stretto.files import refuse_links
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.guard import Guard
 from stretto.hf.folder import load_weights
@@ -71,7 +72,10 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
         if rt.is_main:
             _prepare_folder(folder, resume)
             cleanup.enter_context(runtime.lock_folder(folder))
+            cleanup.enter_context(runtime.recording_exit(folder, rt, config.run.timeout_s))
         data = _open_data(config, folder, rt)
+        if not rt.is_main:  # from here on it is certain that no other run has the folder
+            cleanup.enter_context(runtime.recording_exit(folder, rt, config.run.timeout_s))
         config = complete(config, data, rt)
         run = Run(config, data, build(config, rt), rt)
         if resume:
@@ -84,7 +88,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
         report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe(), *origin, *notes)
         run_loop(run, report)
         if rt.is_main:
-            report.say(f"report: {write_report(folder, rt.device)}")
+            report.attempt("report.html", lambda: report.say(f"report: {write_report(folder, rt.device)}"))
 
 
 def build(config: Config, rt: Runtime) -> Trainable:
@@ -214,7 +218,7 @@ def evaluate_now(run: Run, report: Report) -> bool:
     parts, num_batches = run.parts, run.config.train.eval_batches
     scores = evaluate(parts.plain, parts.precision, run.data, num_batches, run.rt, parts.split)
     report.eval_line(run.step, scores)
-    if scores["eval_loss"] >= run.best:
+    if not scores["eval_loss"] < run.best:  # also if it is NaN
         return False
     run.best, run.best_step = scores["eval_loss"], run.step
     return True
@@ -250,6 +254,8 @@ def load_latest(run: Run) -> None:
     if step > run.config.train.steps:
         raise CheckpointError(f"{run.checkpoints} is at step {step}, beyond train.steps = {run.config.train.steps}")
     shot = checkpoint.load(run.checkpoints, step)
+    if "identity" not in shot.state:
+        raise CheckpointError(f"{run.config.run.dir} holds a model alone, by `stretto export --fold`: it cannot go on")
     differences = _differences(_identity(run), shot.state["identity"])
     if differences:
         raise CheckpointError(f"{run.config.run.dir} was made by another configuration: " + "; ".join(differences))
@@ -387,6 +393,7 @@ def _prepare_folder(folder: Path, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.dir = {str(folder)!r} cannot be a folder: {error.strerror}") from error
+    refuse_links(folder)
 
 
 def _open_data(config: Config, folder: Path, rt: Runtime) -> Data:

@@ -12,6 +12,7 @@ from stretto import checkpoint
 from stretto.config import Config, dump_config, load_config
 from stretto.data import Tokenizer, load_tokenizer
 from stretto.errors import CheckpointError, ConfigError
+from stretto.files import refuse_links, write_text
 from stretto.model import Model, build_model, sites
 from stretto.techniques import standardize
 from stretto.weights import take
@@ -29,11 +30,12 @@ class Trained:
 
 def save_run(folder: Path, config: Config, labels: tuple[str, ...]) -> None:
     """What `load_trained` needs besides a checkpoint and the tokenizer, which the data has put there."""
-    (folder / "config.toml").write_text(dump_config(config), encoding="utf-8")
-    (folder / "labels.json").write_text(json.dumps(labels), encoding="utf-8")
+    write_text(folder / "config.toml", dump_config(config))
+    write_text(folder / "labels.json", json.dumps(labels))
 
 
 def load_run_config(folder: Path) -> Config:
+    refuse_links(folder)
     if not (folder / "config.toml").exists():
         raise CheckpointError(f"{folder} is not a run folder: it has no config.toml")
     return load_config(folder / "config.toml")
@@ -48,8 +50,14 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None) ->
     model = model.to_empty(device=device).eval()
     checkpoint.restore_weights(model, checkpoint.load(folder / "checkpoints", step, moments=False))
     tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
-    labels = tuple(json.loads((folder / "labels.json").read_text(encoding="utf-8")))
-    return Trained(config, model, step, tokenizer, labels, device)
+    return Trained(config, model, step, tokenizer, _load_labels(folder / "labels.json"), device)
+
+
+def _load_labels(path: Path) -> tuple[str, ...]:
+    try:
+        return tuple(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a list of class names: {error}") from error
 
 
 def write_folded(target: Path, trained: Trained) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import pickle
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stretto import checkpoint
 from stretto.checkpoint import Snapshot
@@ -113,7 +117,7 @@ def test_a_failed_write_leaves_the_old_one_and_no_litter(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_sync", full)
+    monkeypatch.setattr(checkpoint, "sync", full)
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save(tmp_path, shot(2), keep=1)
     assert checkpoint.find_newest(tmp_path) == 1
@@ -263,3 +267,146 @@ def test_a_checkpoint_moves_between_all_ways(old: FusedConfig | None, new: Fused
 def test_split_and_fp32_weights_train_alike_from_the_same_first_values() -> None:
     fp32, split = (Training(FusedConfig(weights=kind)).run(0, 5).shot(5) for kind in ("fp32", "split"))  # type: ignore[arg-type]
     assert_same(fp32, split)
+
+
+class Failing:
+    """Some of the next calls that open or stat a file of a folder fail, as a network file system may."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, failing: range, number: int) -> None:
+        self.calls = 0
+        for module, name in ((io, "open"), (os, "stat")):
+            patch.setattr(module, name, self.wrap(getattr(module, name), str(folder), failing, number))
+
+    def wrap(self, real: Callable[..., Any], folder: str, failing: range, number: int) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, str | Path) and str(path).startswith(folder):
+                self.calls += 1
+                if self.calls - 1 in failing:
+                    raise OSError(number, os.strerror(number), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0, 0.0), raising=False)
+    checkpoint.save(tmp_path, shot(10), keep=2)
+    checkpoint.save(tmp_path, shot(20), keep=2)
+    return tmp_path
+
+
+PASSING = [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE]
+
+
+@pytest.mark.parametrize("number", PASSING)
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_read_that_fails_and_then_works_costs_nothing(
+    two_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int
+) -> None:
+    newest = two_checkpoints / "step-00000020"
+    for find in (checkpoint.find_newest, checkpoint.find_best):
+        with monkeypatch.context() as patch:
+            calls = Failing(patch, newest, range(0), number)
+            assert find(two_checkpoints) == 20
+        assert calls.calls >= 4, "every file is looked at"
+        for first in range(calls.calls):
+            with monkeypatch.context() as patch:
+                Failing(patch, newest, range(first, first + times), number)
+                assert find(two_checkpoints) == 20, f"the call that failed was number {first}"
+
+
+@pytest.mark.parametrize("number", PASSING)
+def test_what_cannot_be_read_is_neither_passed_over_nor_deleted(
+    two_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with monkeypatch.context() as patch:
+        Failing(patch, two_checkpoints / "step-00000020", range(1000), number)
+        for use in (checkpoint.find_newest, checkpoint.find_best):
+            with pytest.raises(CheckpointError, match=r"step-00000020 cannot be read, though it may be whole"):
+                use(two_checkpoints)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            checkpoint.save(two_checkpoints, shot(20), keep=2)
+        checkpoint.save(two_checkpoints, shot(17), keep=1)
+        assert checkpoint.steps(two_checkpoints) == [20, 17]
+    assert checkpoint.find_newest(two_checkpoints) == 20
+
+
+def test_a_newer_checkpoint_that_is_whole_is_never_deleted(two_checkpoints: Path) -> None:
+    checkpoint.save(two_checkpoints, shot(15), keep=1)
+    assert checkpoint.steps(two_checkpoints) == [20, 15]
+
+
+def test_a_list_of_checkpoints_that_cannot_be_read_is_not_an_empty_one(
+    two_checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: object) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refused)
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+        checkpoint.find_newest(two_checkpoints)
+
+
+def test_a_checkpoint_under_another_name_is_refused_by_name(two_checkpoints: Path) -> None:
+    (two_checkpoints / "step-00000020").rename(two_checkpoints / "step-00000021")
+    for use in (checkpoint.find_newest, checkpoint.find_best):
+        with pytest.raises(CheckpointError, match="step-00000021 is step-00000020 by its manifest"):
+            use(two_checkpoints)
+    checkpoint.save(two_checkpoints, shot(12), keep=1)
+    assert checkpoint.steps(two_checkpoints) == [21, 12], "it may be the only copy"
+
+
+def test_a_manifest_that_is_nested_too_deeply_is_damage(two_checkpoints: Path) -> None:
+    (two_checkpoints / "step-00000020" / "manifest.json").write_text("[" * 100_000)
+    said: list[str] = []
+    assert checkpoint.find_newest(two_checkpoints, said.append) == 10
+    assert "RecursionError" in said[0]
+
+
+FIRST = "exp_avg/embedding.token.weight"
+MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "all gone": (lambda moments: moments.clear(), f"missing: {FIRST}"),
+    "one gone": (lambda moments: moments.pop(FIRST), f"missing: {FIRST}"),
+    "unknown": (
+        lambda moments: moments.update({"exp_avg/other": torch.zeros(1)}),
+        "not in the optimizer: exp_avg/other",
+    ),
+    "another key": (
+        lambda moments: moments.update({"momentum/head": torch.zeros(1)}),
+        "not in the optimizer: momentum",
+    ),
+    "a frozen weight's": (
+        lambda moments: moments.update({"step/decoder.norm.bias": torch.zeros(())}),
+        "not in the optimizer: step/decoder.norm.bias",
+    ),
+    "other shape": (lambda moments: moments.update({FIRST: torch.zeros(3, 3)}), rf"{FIRST} is \[3, 3\], the optimizer"),
+    "one number": (lambda moments: moments.update({FIRST: torch.zeros(1)}), rf"{FIRST} is \[1\], the optimizer's is"),
+    "no number": (lambda moments: moments.update({FIRST: torch.zeros(())}), rf"{FIRST} is \[\], the optimizer's is"),
+    "many steps": (
+        lambda moments: moments.update({"step/embedding.token.weight": torch.zeros(2)}),
+        r"step/embedding.token.weight is \[2\], the optimizer's is \[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [None, FusedConfig()], ids=named)
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_moments_that_do_not_fit_are_refused(way: FusedConfig | None, misfit: str) -> None:
+    saved = Training(way).run(0, 2).shot(2)
+    spoil, words = MISFITS[misfit]
+    spoil(saved.moments)
+    training = Training(way)
+    before = training.shot(0)
+    with pytest.raises(CheckpointError, match=f"of another optimizer: .*{words}"):
+        checkpoint.restore_moments(training.model, training.optimizer, saved)
+    assert_same(training.shot(0), before)
+
+
+def test_moments_are_complete_before_the_first_gradient() -> None:
+    """torch's AdamW has none then; what is restored is what it would have begun with."""
+    fresh, restored = Training(None), Training(None)
+    assert len(fresh.shot(0).moments) == 3 * sum(p.requires_grad for p in fresh.model.parameters())
+    restored.resume(fresh.shot(0))
+    assert_same(fresh.run(0, 3).shot(3), restored.run(0, 3).shot(3))

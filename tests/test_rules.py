@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ def find_offences(source: str) -> list[str]:
             if name in FORBIDDEN_CALLS:
                 offences.append(name)
             offences += [word.arg for word in node.keywords if word.arg in FORBIDDEN_ARGUMENTS]
+            if name == "Image.open" and not any(word.arg == "formats" for word in node.keywords):
+                offences.append("Image.open without formats")  # some formats start other programs
             if any(word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords):
                 offences.append("allow_pickle")
     return offences
@@ -47,10 +50,19 @@ def test_nothing_executes_what_it_loads(path: Path) -> None:
         "torch.load(f)",
         "run(x, shell=True)",
         "np.load(f, allow_pickle=True)",
+        "Image.open(path)",
     ],
 )
 def test_a_planted_offence_is_found(planted: str) -> None:
     assert find_offences(planted)
+
+
+def test_advice_names_the_versions_that_are_required() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    transformers = next(need for need in project["optional-dependencies"]["hf"] if need.startswith("transformers"))
+    assert f"pip install '{transformers}'" in (ROOT / "stretto" / "hf" / "folder.py").read_text(encoding="utf-8")
+    assert f"transformers {transformers.partition('>=')[2]} or later" in (ROOT / "docs" / "hugging-face.md").read_text()
+    assert any(need.startswith("pillow>=") for need in project["dependencies"]), "what reads images is ours to choose"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -17,6 +17,7 @@ from stretto.runtime import choose_device, explain, peak_flops
         (OSError(28, "No space left on device", "x"), 9, "disk is full"),
         (SafetensorError("I/O error: No space left on device (os error 28)"), 9, "disk is full"),
         (OSError(122, "Disk quota exceeded"), 9, "disk is full"),
+        (SafetensorError("I/O error: Disk quota exceeded (os error 122)"), 9, "disk is full"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
             8,

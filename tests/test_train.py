@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -339,7 +341,7 @@ def test_resume_falls_back_over_a_damaged_checkpoint(
     newest = folder / "checkpoints" / "step-00000006" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     train(config, resume=True)
-    assert "step 6 is damaged" in capsys.readouterr().out
+    assert "step 6 is damaged" in capsys.readouterr().err
     assert checkpoint.find_newest(folder / "checkpoints") == 6
     steps = [event["step"] for event in read_events(folder) if "loss" in event]
     assert steps == [1, 2, 3, 4, 5, 6], "each step once, although 5 and 6 ran twice"
@@ -386,3 +388,51 @@ def test_two_runs_cannot_share_a_folder(make_config: MakeConfig) -> None:
     folder.mkdir()
     with lock_folder(folder), pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
         train(make_config())
+
+
+@pytest.mark.parametrize(
+    ("losses", "best", "kept"),
+    [
+        ((3.0, math.nan, 5.0, 4.5), 2, [8, 6, 2]),
+        ((3.0, 2.5, 2.0, math.nan), 6, [8, 6]),
+        ((math.nan, 3.0, math.inf, 3.0), 4, [8, 6, 4]),
+        ((math.nan,) * 4, 0, [8, 6]),
+    ],
+)
+def test_an_evaluation_that_is_not_a_number_is_never_the_best(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...], best: int, kept: list[int]
+) -> None:
+    real, values = stretto.train.evaluate, iter(losses)
+    monkeypatch.setattr(stretto.train, "evaluate", lambda *args: real(*args) | {"eval_loss": next(values)})
+    folder = train(make_config(train__steps=8, train__eval_every=2, checkpoint__every=2)) / "checkpoints"
+    assert checkpoint.steps(folder) == kept
+    assert checkpoint.load(folder, 8).state["best_step"] == best
+    assert checkpoint.find_best(folder) == (best or 8)
+
+
+def test_a_resumed_run_stops_at_a_checkpoint_that_cannot_be_used(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves it there: it may be whole, or someone's only copy."""
+    config = make_config(checkpoint__every=2)
+    folder = train(config) / "checkpoints"
+
+    def unreadable(path: Path) -> str:
+        raise OSError(5, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "PAUSES_S", (0.0,), raising=False)
+        patch.setattr(checkpoint, "_hash", unreadable)
+        with pytest.raises(CheckpointError, match="step-00000006 cannot be read"):
+            train(config, resume=True)
+    (folder / "step-00000006").rename(folder / "step-00000005")
+    with pytest.raises(CheckpointError, match="step-00000005 is step-00000006 by its manifest"):
+        train(config, resume=True)
+    (folder / "step-00000005").rename(folder / "step-00000006")
+    assert checkpoint.steps(folder) == [6, 4]
+    shot = checkpoint.load(folder, 6)
+    del shot.state["identity"]
+    shutil.rmtree(folder)
+    checkpoint.save(folder, shot, keep=1)
+    with pytest.raises(CheckpointError, match="export --fold"):
+        train(config, resume=True)

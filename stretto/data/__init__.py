@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.config import DataConfig
+from stretto.data.files import Store
 from stretto.data.images import open_image_data, read_image
 from stretto.data.pairs import PairData, open_pair_data
 from stretto.data.stream import Data
@@ -18,14 +19,19 @@ from stretto.data.tokenizer import Tokenizer, load_tokenizer
 __all__ = ["Data", "PairData", "Tokenizer", "load_tokenizer", "open_data", "read_image"]
 
 
-def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0) -> Data:
+def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0, fill_cache: bool = True) -> Data:
     """Opens what the recipe's [data] names.
 
-    `folder` gets tokenizer.json, and the token files too unless `cfg.cache` names another place for them. Only images
-    need `image_size`.
+    `folder` gets tokenizer.json, and the token files too unless `cfg.cache` names another place for them. A
+    configuration that came with a run may name any place: without `fill_cache` it is only read. Only images need
+    `image_size`.
     """
     if cfg.task == "images":
         return open_image_data(cfg, seed=seed, image_size=image_size)
+    if not cfg.cache:
+        store = Store(folder)
+    else:
+        store = Store(Path(cfg.cache)) if fill_cache else Store(folder, read_only=Path(cfg.cache))
     if cfg.task == "translation":
-        return open_pair_data(cfg, seed=seed, folder=folder)
-    return open_text_data(cfg, seed=seed, folder=folder)
+        return open_pair_data(cfg, seed=seed, folder=folder, store=store)
+    return open_text_data(cfg, seed=seed, folder=folder, store=store)

@@ -1,4 +1,4 @@
-"""Reading text, plain or gzipped, and writing files that are either whole or not there.
+"""Reading text, plain or gzipped, and the place of files that are made from it.
 
 Every failure a user can cause becomes a `DataError` that names the file.
 """
@@ -6,11 +6,10 @@ Every failure a user can cause becomes a `DataError` that names the file.
 from __future__ import annotations
 
 import gzip
-import os
-import uuid
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -44,19 +43,16 @@ def open_text(path: Path) -> Iterator[IO[str]]:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Writes a file under another name and renames it when it is complete and on disk.
+@dataclass(frozen=True)
+class Store:
+    """Where tokenizers and token files are kept: a folder to write to, and one that may have them already."""
 
-    Several processes may write the same file at once: each one's rename is whole, and the last one stays.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with draft.open("w+b") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    folder: Path
+    read_only: Path | None = None
+
+    def find(self, name: str) -> Path:
+        """The file of this name if it is there, else where it should be written."""
+        own = self.folder / name
+        if self.read_only is None or own.exists() or not (self.read_only / name).exists():
+            return own
+        return self.read_only / name

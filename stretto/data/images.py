@@ -28,7 +28,13 @@ from stretto.errors import DataError
 if TYPE_CHECKING:
     import PIL.Image
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+# What Pillow calls each kind of file. It goes by content, not by name, and by default knows many more: it would hand
+# EPS to Ghostscript, which runs what is in it.
+FORMATS = {
+    ".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".bmp": "BMP", ".gif": "GIF", ".tif": "TIFF",
+    ".tiff": "TIFF", ".ppm": "PPM",
+}  # fmt: skip
+SUFFIXES = tuple(FORMATS)
 
 
 class Images(ABC):
@@ -128,7 +134,7 @@ def _read_into(pixels: npt.NDArray[np.float32], path: Path) -> None:
 
     _, height, width = pixels.shape
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=sorted(set(FORMATS.values()))) as image:
             resized = _as_rgb(path, image).resize((width, height), Image.Resampling.BICUBIC)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot read the image {path}: {error}") from error

@@ -19,7 +19,7 @@ import numpy as np
 from stretto.batch import IGNORE, Batch, Counts, Sequences, silence
 from stretto.config import DataConfig
 from stretto.data.documents import LineDocuments
-from stretto.data.files import find_text_file
+from stretto.data.files import Store, find_text_file
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_stream
 from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
@@ -29,8 +29,7 @@ from stretto.errors import DataError
 GOLDEN = (5**0.5 - 1) / 2
 
 
-def open_pair_data(cfg: DataConfig, *, seed: int, folder: Path) -> PairData:
-    store = Path(cfg.cache or folder)
+def open_pair_data(cfg: DataConfig, *, seed: int, folder: Path, store: Store) -> PairData:
     train = TextPairs("data.train", cfg.train, cfg.languages)
     num_train = train.count if cfg.eval else train.count - count_held_out(train.count, cfg.held_out)
     texts = chain(islice(train.source, num_train), islice(train.target, num_train))
@@ -68,7 +67,7 @@ class TextPairs:
         if not self.count:
             raise DataError(f"{key}: {paths[0]} is empty")
 
-    def tokenise(self, tokenizer: Tokenizer, store: Path) -> tuple[Tokens, Tokens]:
+    def tokenise(self, tokenizer: Tokenizer, store: Store) -> tuple[Tokens, Tokens]:
         return open_tokens(self.source, tokenizer, store), open_tokens(self.target, tokenizer, store)
 
 

@@ -19,6 +19,7 @@ import torch
 from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
 from stretto.config import DataConfig
 from stretto.data.documents import Documents, describe_left_out, open_documents
+from stretto.data.files import Store
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
 from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
@@ -28,8 +29,7 @@ from stretto.errors import DataError
 _ENOUGH_DOCUMENTS = 20  # from here on, evaluation holds out whole documents
 
 
-def open_text_data(cfg: DataConfig, *, seed: int, folder: Path) -> Data:
-    store = Path(cfg.cache or folder)
+def open_text_data(cfg: DataConfig, *, seed: int, folder: Path, store: Store) -> Data:
     documents = open_documents("data.train", cfg.train, cfg.suffix)
     # Held-out documents are kept from the tokenizer too.
     num_documents = documents.count if cfg.eval else _count_train_documents(documents.count, cfg.held_out)

@@ -18,8 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stretto.data.files import replacing
+from stretto.data.files import Store
 from stretto.errors import DataError
+from stretto.files import write_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -78,8 +79,7 @@ class Tokenizer(ABC):
         return self.encode_many([text])[0]
 
     def save(self, path: Path) -> None:
-        with replacing(path) as handle:
-            handle.write(self.to_json().encode())
+        write_text(path, self.to_json())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -169,7 +169,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tree = json.loads(text)
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a tokenizer: {error}") from error
     if tree == {"stretto": "bytes"}:
         return ByteTokenizer()
@@ -181,7 +181,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise DataError(f"{path} is not a tokenizer: {error}") from error
 
 
-def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str, store: Path) -> Tokenizer:
+def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str, store: Store) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names. A trained one is kept in `store` under the identity of its texts."""
     if name == "bytes":
         return ByteTokenizer()
@@ -195,7 +195,7 @@ def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str,
             )
         return load_tokenizer(Path(name))
     key = hashlib.sha256(f"{identity} {vocab}".encode()).hexdigest()[:16]
-    path = store / f"bpe-{key}.json"
+    path = store.find(f"bpe-{key}.json")
     if path.exists():
         return load_tokenizer(path)
     tokenizer = train_bpe(texts, vocab)

@@ -24,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.documents import Documents
-from stretto.data.files import replacing
+from stretto.data.files import Store
 from stretto.data.packing import count_positions
 from stretto.data.stream import Int64s
 from stretto.data.tokenizer import Tokenizer
 from stretto.errors import DataError
+from stretto.files import replacing
 
 _MAGIC = b"stretto\x00"
 _VERSION = 1
@@ -56,10 +57,10 @@ class Tokens:
         return ids
 
 
-def open_tokens(documents: Documents, tokenizer: Tokenizer, store: Path) -> Tokens:
+def open_tokens(documents: Documents, tokenizer: Tokenizer, store: Store) -> Tokens:
     """The tokens of a corpus, from the file in `store` if an earlier run left it there."""
     made_from = hashlib.sha256(f"{documents.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()
-    path = store / f"{made_from[:16]}.tokens"
+    path = store.find(f"{made_from[:16]}.tokens")
     if not path.exists():
         write_tokens(path, documents, tokenizer, made_from)
     return read_tokens(path, tokenizer, made_from)
@@ -99,7 +100,7 @@ def read_tokens(path: Path, tokenizer: Tokenizer, made_from: str) -> Tokens:
         return _read_tokens(path, tokenizer, made_from)
     except OSError as error:
         raise DataError(f"cannot read the token file {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"the token file {path} is damaged: {error}. Delete it; it will be made again") from error
 
 

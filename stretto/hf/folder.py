@@ -74,7 +74,7 @@ def _find_files(folder: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not an index of weights: {error!r}") from error
         outside = [name for name in names if Path(name).name != name]
         if outside:
@@ -193,7 +193,7 @@ def _compare_pixels(folder: Path) -> list[str]:
     try:
         theirs = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
         scales = {*theirs.get("image_mean", []), *theirs.get("image_std", [])}
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
         return []  # nothing is known
     if scales - {0.5}:
         return [f"it was trained on pixels normalised with {sorted(scales)}; here mean and deviation are 0.5"]
@@ -205,5 +205,5 @@ def _transformers() -> Any:
         return import_module("transformers")  # only here: it is large, and training needs none of it
     except ImportError as error:
         raise ConfigError(
-            "writing a Hugging Face folder needs transformers: pip install 'transformers>=4.57'"
+            "writing a Hugging Face folder needs transformers: pip install 'transformers>=5.3'"
         ) from error

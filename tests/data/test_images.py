@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from PIL import Image
 
 from stretto.data import Data, read_image
+from stretto.data.images import SUFFIXES
 from stretto.errors import DataError
 from tests.data.corpora import Opener
 
@@ -123,6 +126,39 @@ def test_threads_put_each_image_in_its_place(opened: Opener, tmp_path: Path) -> 
     expected = torch.stack([read_image(tmp_path / f"only/{sample:02d}.png", 8) for sample in batch.samples])
     assert batch.pixels is not None
     assert torch.equal(batch.pixels, expected)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n(anything)\n%%EOF\n"
+
+
+def test_an_image_file_cannot_start_another_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow hands EPS to Ghostscript, whatever the file is called."""
+    started, program, path = tmp_path / "started", tmp_path / "bin" / "gs", tmp_path / "x.png"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch {started}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    path.write_bytes(EPS)
+    with pytest.raises(DataError, match=r"cannot read the image .*x\.png"):
+        read_image(path, 8)
+    assert not started.exists()
+    with suppress(OSError), Image.open(path) as image:  # the control: Pillow alone
+        image.load()
+    assert started.exists()
+
+
+@pytest.mark.parametrize("kind", ["PCX", "TGA", "SGI", "ICO", "DDS"])
+def test_other_formats_are_refused_whatever_their_name(tmp_path: Path, kind: str) -> None:
+    Image.new("RGB", (16, 16), RED).save(tmp_path / "x.png", format=kind)
+    with pytest.raises(DataError, match=r"cannot read the image .*x\.png"):
+        read_image(tmp_path / "x.png", 8)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_format_that_is_promised_is_read(tmp_path: Path, suffix: str) -> None:
+    Image.new("RGB", (16, 16), RED).save(tmp_path / f"x{suffix}")
+    pixels = read_image(tmp_path / f"x{suffix}", 8)
+    torch.testing.assert_close(pixels[:, 4, 4], torch.tensor([1.0, -1.0, -1.0]), atol=0.02, rtol=0)
 
 
 def test_damaged_image(opened: Opener, folder: Path) -> None:

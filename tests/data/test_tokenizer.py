@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.data import load_tokenizer
+from stretto.data.files import Store
 from stretto.data.tokenizer import SPECIALS, ByteTokenizer, Tokenizer, choose_tokenizer, keep_tokenizer, train_bpe
 from stretto.errors import DataError
 
@@ -99,7 +100,7 @@ def test_foreign_names(tmp_path: Path) -> None:
         _ = gpt2.mask
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"stretto": "words"}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"stretto": "words"}', "[" * 100_000], ids=lambda text: text[:9])
 def test_not_a_tokenizer(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer"):
@@ -110,13 +111,13 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere.tokenizer\.json|nowhere"):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"data\.tokenizer = 'bpee'"):
-        choose_tokenizer("bpee", 300, TEXTS, "x", tmp_path)
+        choose_tokenizer("bpee", 300, TEXTS, "x", Store(tmp_path))
 
 
 def test_trained_once(tmp_path: Path) -> None:
-    first = choose_tokenizer("bpe", 300, TEXTS, "texts", tmp_path)
-    again = choose_tokenizer("bpe", 300, ["never read"], "texts", tmp_path)
-    other = choose_tokenizer("bpe", 300, ["something else"], "else", tmp_path)
+    first = choose_tokenizer("bpe", 300, TEXTS, "texts", Store(tmp_path))
+    again = choose_tokenizer("bpe", 300, ["never read"], "texts", Store(tmp_path))
+    other = choose_tokenizer("bpe", 300, ["something else"], "else", Store(tmp_path))
     assert first.fingerprint == again.fingerprint == BPE.fingerprint != other.fingerprint
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from stretto.data import tokens
 from stretto.data.documents import FileDocuments
+from stretto.data.files import Store
 from stretto.data.tokenizer import ByteTokenizer
 from stretto.data.tokens import open_tokens, read_tokens, write_tokens
 from stretto.errors import DataError
@@ -57,9 +58,9 @@ def test_large_vocabularies_take_four_bytes(
 def test_long_documents_are_encoded_in_pieces(
     documents: FileDocuments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = open_tokens(documents, BYTES, tmp_path / "whole")
+    whole = open_tokens(documents, BYTES, Store(tmp_path / "whole"))
     monkeypatch.setattr(tokens, "_PIECE", 5)
-    pieces = open_tokens(documents, BYTES, tmp_path / "pieces")
+    pieces = open_tokens(documents, BYTES, Store(tmp_path / "pieces"))
     assert np.array_equal(whole.ids, pieces.ids)
     assert np.array_equal(whole.starts, pieces.starts)
 
@@ -102,6 +103,13 @@ def test_truncated(path: Path, keep: int) -> None:
         read_tokens(path, BYTES, "origin")
 
 
+def test_a_header_that_is_nested_too_deeply(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + b"[" * 1016 + content[1024:])
+    with pytest.raises(DataError, match=r"made\.tokens is damaged"):
+        read_tokens(path, BYTES, "origin")
+
+
 def test_id_beyond_the_vocabulary(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BYTES, "size", 258)
     with pytest.raises(DataError, match=r"made\.tokens is damaged: it holds id 258, but the tokenizer has only 258"):
@@ -115,19 +123,19 @@ def test_made_from_something_else(path: Path) -> None:
 
 def test_reused_until_the_text_changes(documents: FileDocuments, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    open_tokens(documents, BYTES, store)
+    open_tokens(documents, BYTES, Store(store))
     (made,) = store.iterdir()
     os.utime(made, (1, 1))
-    open_tokens(documents, BYTES, store)
+    open_tokens(documents, BYTES, Store(store))
     assert made.stat().st_mtime == 1, "it was written again"
     (tmp_path / "0.txt").write_text("changed\n")
     changed = FileDocuments("three", [tmp_path / f"{i}.txt" for i in range(3)], skip_binary=False)
-    assert open_tokens(changed, BYTES, store).ids[1] == ord("c")
+    assert open_tokens(changed, BYTES, Store(store)).ids[1] == ord("c")
     assert len(list(store.iterdir())) == 2
 
 
 def test_a_failure_leaves_nothing_behind(documents: FileDocuments, tmp_path: Path) -> None:
     (tmp_path / "2.txt").unlink()
     with pytest.raises(DataError, match=r"2\.txt"):
-        open_tokens(documents, BYTES, tmp_path / "store")
+        open_tokens(documents, BYTES, Store(tmp_path / "store"))
     assert list((tmp_path / "store").iterdir()) == []

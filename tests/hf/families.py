@@ -81,8 +81,6 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "t5-gated": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, feed_forward_proj="gated-gelu")),
 }
 ENCODERS, PAIRS = ("bert", "bert-classes", "roberta"), ("bart", "marian", "marian-swish", "t5", "t5-gated")
-OLD = int(hf.__version__.split(".")[0]) < 5  # there BERT and T5 do not use the attention interface, and keep padding
-RECTANGULAR = (*ENCODERS, "t5", "t5-gated") if OLD else ()
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 Batch = dict[str, Tensor]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import stretto
 import stretto.hf
 from stretto.hf.roles import find_activation, sites
-from tests.hf.families import DECODERS, FAMILIES, OLD, RECTANGULAR, build, draw_batch, learn
+from tests.hf.families import FAMILIES, build, draw_batch, learn
 
 
 def roles_of(model: nn.Module, done: bool = True) -> dict[str, int]:
@@ -53,17 +53,6 @@ EXPECTED = {
 
 
 EXPECTED["marian-swish"] = EXPECTED["marian"]
-for family in RECTANGULAR:
-    EXPECTED[family] = {
-        r: count
-        for r, count in EXPECTED[family].items()
-        if r not in ("attention", "padding", "residual", "projections")
-    }
-if OLD:
-    for family in DECODERS:
-        # a decorator hides the code that calls it
-        EXPECTED[family] = {role: count for role, count in EXPECTED[family].items() if role != "rotary"}
-    EXPECTED["vit"] = {"projections": 1, "residual": 1, "norm": 5, "dense": 2, "attention": 2}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -282,7 +271,6 @@ def test_models_that_cannot_be_accelerated_are_refused() -> None:
         stretto.accelerate(eight_bits)
 
 
-@pytest.mark.skipif(OLD, reason="BERT's attention cannot be chosen")
 def test_other_attention_is_left_alone() -> None:
     model, batch = build("bert"), draw_batch("bert")
     model.set_attn_implementation("eager")

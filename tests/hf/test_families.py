@@ -13,7 +13,6 @@ import stretto
 from bench import hf_families
 from bench.hf_families import Result, check_class, sweep
 from bench.hf_tiny import find_class
-from tests.hf.families import OLD
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of many families
 SAMPLE = {
@@ -58,8 +57,6 @@ def test_accelerated_model_gives_the_same_results(name: str) -> None:
     except LookupError as error:
         pytest.skip(str(error))
     result = check_class(name, SAMPLE[name])
-    if OLD and result.reason:
-        pytest.skip(result.reason)
     assert not result.reason
     assert not result.faults
     assert result.tried >= 4  # in training and in eval mode, each in two precisions

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stretto
 from stretto.hf.step import Step
 from stretto.optim import FlatAdamW
-from tests.hf.families import DECODERS, FAMILIES, PAIRS, RECTANGULAR, assert_parity, build, draw_batch, learn
+from tests.hf.families import DECODERS, FAMILIES, PAIRS, assert_parity, build, draw_batch, learn
 from tests.hf.test_packing import count_tokens
 from tests.hf.test_parity import FLOOR
 
@@ -35,7 +35,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     with count_tokens() as tokens:
         found = learn(model, batch)
     assert_parity(found, plain, exact, FLOOR)
-    attentions = 0 if family in RECTANGULAR else 6 if family in PAIRS else 2
+    attentions = 6 if family in PAIRS else 2
     assert len(tokens) == 2 * attentions, "every layer runs twice"
 
 

@@ -22,9 +22,7 @@ from tests.hf.families import (
     DECODERS,
     ENCODERS,
     FAMILIES,
-    OLD,
     PAIRS,
-    RECTANGULAR,
     VOCAB,
     Batch,
     assert_parity,
@@ -34,7 +32,7 @@ from tests.hf.families import (
 )
 from tests.hf.test_parity import FLOOR
 
-PACKABLE = [family for family in FAMILIES if family not in ("mistral", "vit", *RECTANGULAR)]
+PACKABLE = [family for family in FAMILIES if family not in ("mistral", "vit")]
 MASKS = {
     "left": [[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9, [0] * 8 + [1]],
     "holes": [[1, 1, 0, 0, 1, 1, 1, 0, 1], [1, 0, 1, 0, 1, 0, 1, 0, 1], [1] * 9],
@@ -77,8 +75,6 @@ def test_layers_see_real_tokens_only(family: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("family", ["bert", "bert-classes", "roberta", "llama", "gpt2", "bart", "t5"])
 def test_any_mask_gives_the_result_of_the_untouched_model(family: str, mask: str) -> None:
-    if OLD and family == "t5" and mask in ("empty row", "nothing at all"):
-        pytest.skip("the untouched model gives NaN")
     batch = draw_batch(family)
     real = torch.tensor(MASKS[mask])
     batch["attention_mask"] = real
@@ -87,9 +83,7 @@ def test_any_mask_gives_the_result_of_the_untouched_model(family: str, mask: str
     if family in ("bert", "roberta"):  # no label at the first real token: a causal model would predict it from padding
         batch["labels"][:, 1:] = batch["labels"][:, 1:].where(real[:, :-1] != 0, torch.tensor(-100))
     tokens = compare(family, batch)
-    if family in RECTANGULAR:
-        assert tokens == []
-    elif mask == "holes" and family == "t5":
+    if mask == "holes" and family == "t5":
         assert set(tokens) == {14}  # distances count the hole: the encoder keeps its rectangle
     elif mask == "left" and family == "bert-classes":
         assert tokens == []  # the class is read at padding
@@ -133,7 +127,6 @@ def test_question_answering_compares_with_padding_as_before() -> None:
     torch.testing.assert_close(stretto.accelerate(model)(**batch).start_logits, expected)
 
 
-@pytest.mark.skipif(OLD, reason="BERT keeps its padding")
 def test_outputs_at_padding_are_zero() -> None:
     batch = {name: draw_batch("bert")[name] for name in ("input_ids", "attention_mask")}
     out = stretto.accelerate(build("bert").bert).eval()(**batch).last_hidden_state
@@ -213,7 +206,6 @@ class Mixing(hf.BertForMaskedLM):
             layer.intermediate.dense.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
 
 
-@pytest.mark.skipif(OLD, reason="BERT keeps its padding")
 def test_layers_that_mix_tokens_keep_their_padding() -> None:
     torch.manual_seed(0)
     plain: nn.Module = Mixing(build("bert").config).eval()
@@ -238,7 +230,7 @@ class CountWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", [family for family in ("bert", "llama", "t5") if family not in RECTANGULAR])
+@pytest.mark.parametrize("family", ["bert", "llama", "t5"])
 def test_the_host_waits_once_for_masks_and_labels(family: str) -> None:
     model, batch = stretto.accelerate(build(family)), draw_batch(family)
     with CountWaits() as waits, patch.object(stretto.hf.packing, "_measure", wraps=stretto.hf.packing._measure) as read:

@@ -20,7 +20,7 @@ import stretto.hf.pending
 from stretto.hf.layers import FusedActivation, FusedLinear
 from stretto.hf.pending import Pending
 from stretto.ops.norm import add_norm
-from tests.hf.families import FAMILIES, RECTANGULAR, build, draw_batch, learn
+from tests.hf.families import FAMILIES, build, draw_batch, learn
 
 # Of two layers each: all sums but the one that ends a stack, and in a stack with norms behind its sums, all of them.
 SUMS = {"gpt2": 3, "llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3, "vit": 3}
@@ -42,7 +42,7 @@ def count_sums() -> Iterator[list[float]]:
         yield seen
 
 
-@pytest.mark.parametrize("family", [family for family in SUMS if family not in RECTANGULAR])
+@pytest.mark.parametrize("family", SUMS)
 def test_norms_compute_the_sums_before_them(family: str) -> None:
     model, batch = stretto.accelerate(build(family)), draw_batch(family)
     with count_sums() as sums:

@@ -17,7 +17,7 @@ import stretto.hf.projections
 from stretto.hf.packing import Packing
 from stretto.hf.projections import find_rotary, rotate
 from stretto.ops.heads import project_heads, rotate_heads
-from tests.hf.families import OLD, RECTANGULAR, assert_parity, build, draw_batch, learn
+from tests.hf.families import assert_parity, build, draw_batch, learn
 from tests.hf.test_parity import FLOOR
 
 # Products of queries, keys and values together; of keys and values where queries come from another stack
@@ -25,7 +25,7 @@ TOGETHER = {"bert": [3] * 2, "roberta": [3] * 2, "llama": [3] * 2, "qwen2": [3] 
 TOGETHER |= {"bart": [3, 3, 3, 2, 3, 2], "t5": [3, 3, 3, 2, 3, 2]}
 
 
-@pytest.mark.parametrize("family", [family for family in TOGETHER if family not in RECTANGULAR])
+@pytest.mark.parametrize("family", TOGETHER)
 def test_linear_layers_that_are_given_one_input_make_one_product(family: str) -> None:
     model, batch, seen = stretto.accelerate(build(family)), draw_batch(family), list[int]()
 
@@ -41,7 +41,6 @@ def test_linear_layers_that_are_given_one_input_make_one_product(family: str) ->
         assert seen == TOGETHER[family], "only while gradients are recorded"
 
 
-@pytest.mark.skipif(OLD, reason="a decorator hides the code that calls them")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("lengths", [None, (9, 3, 6)], ids=["full", "padded"])
 def test_rotary_positions_are_ours(family: str, lengths: tuple[int, ...] | None) -> None:
@@ -97,8 +96,6 @@ def test_the_modelling_file_is_untouched() -> None:
 
 @pytest.mark.parametrize(("family", "packs"), [("llama", 3), ("bart", 3), ("t5", 3), ("bert", 1)])
 def test_what_all_layers_are_given_is_packed_once(family: str, packs: int) -> None:
-    if family in RECTANGULAR:
-        pytest.skip("its padding stays")
     model, batch, seen = stretto.accelerate(build(family)), draw_batch(family), list[Any]()
     pack = Packing.pack
 

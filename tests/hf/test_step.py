@@ -15,7 +15,7 @@ from stretto.hf.packing import argument_names, get_to_know, pad_id
 from stretto.hf.step import Step, plan
 from stretto.hf.swap import outermost
 from stretto.optim import FlatAdamW, clip_gradients
-from tests.hf.families import FAMILIES, RECTANGULAR, Batch, build, draw_batch
+from tests.hf.families import FAMILIES, Batch, build, draw_batch
 from tests.ops.checks import DEVICE
 
 LENGTHS = [(9, 3, 6), (9, 4, 5), (2, 9, 9), None, (9, 9, 9)]
@@ -128,8 +128,6 @@ def test_a_mask_is_built_only_where_one_is_needed(
     family: str, length: int, masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers builds one whenever it sees that a graph is being recorded; the window of this Mistral is 4."""
-    if family in RECTANGULAR:
-        pytest.skip("it does not use the interface")
     model, optimizer = make(family)
     built, build_mask = list[Any](), stretto.hf.attention.sdpa_mask
     monkeypatch.setattr(
@@ -194,7 +192,7 @@ def test_autograd_hears_of_every_update_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in RECTANGULAR])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, over batches of several shapes."""
 

@@ -30,7 +30,7 @@ from stretto.hf.trainer import Meter, Trainer
 from stretto.ops.affine import standardization_loss
 from stretto.optim import FlatAdamW
 from stretto.techniques.layer_drop import POST_NORM, LayerDrop
-from tests.hf.families import _PAIRS, FAMILIES, OLD, RECTANGULAR, Batch, build, draw_batch, errors, learn
+from tests.hf.families import _PAIRS, FAMILIES, Batch, build, draw_batch, errors, learn
 from tests.hf.test_pending import count_sums
 from tests.hf.test_step import replay_and_compare
 from tests.hf.test_trainer import alone, make
@@ -40,7 +40,7 @@ __all__ = ["alone"]  # a fixture: every trainer begins without the last one's st
 LAYERS, TOTAL = 4, 50
 STACKS = {"gpt2": ["transformer"], "llama": ["model"], "qwen3": ["model"], "vit": ["vit"]}
 STACKS["mbart"] = ["model.encoder", "model.decoder"]
-STACKS |= {} if OLD else {"t5": ["encoder", "decoder"]}  # transformers 4 has other attention there
+STACKS["t5"] = ["encoder", "decoder"]
 CLOSE = 1e-6  # in fp64, where the loss without logits is fp32
 HALF = {"theta": 0.5, "schedule": "constant"}
 
@@ -250,9 +250,8 @@ def test_restore_undoes_it() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "bart", "marian"])
 def test_post_norm_models_are_refused(family: str) -> None:
-    reason = "AttentionInterface" if family in RECTANGULAR else POST_NORM
     model = build(family)
-    with pytest.raises(ValueError, match=f"layer_drop does not apply to .*{reason}"):
+    with pytest.raises(ValueError, match=f"layer_drop does not apply to .*{POST_NORM}"):
         stretto.accelerate(model, layer_drop=True)
     assert type(model) is type(build(family)) and not hasattr(model, "_stretto")
 
@@ -270,9 +269,8 @@ def test_mistakes_are_named() -> None:
         stretto.accelerate(build_deep("gpt2"), layer_drop={"gate": "sample"})
     with pytest.raises(ConfigError, match=r"unknown key techniques\.layer_drop\.thta.*theta"):
         stretto.accelerate(build_deep("gpt2"), layer_drop={"thta": 0.5})
-    if not OLD:
-        with pytest.raises(ValueError, match=r"makes what the others need.*index to 'algorithm'"):
-            stretto.accelerate(build_deep("t5"), layer_drop={"index": "text"})
+    with pytest.raises(ValueError, match=r"makes what the others need.*index to 'algorithm'"):
+        stretto.accelerate(build_deep("t5"), layer_drop={"index": "text"})
     strange = build_deep("gpt2")
     for layer in layers_of(strange, "transformer"):
         layer.__class__ = Halved

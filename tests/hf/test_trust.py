@@ -20,10 +20,9 @@ from stretto.hf.journal import Journal
 from stretto.hf.layers import Parts
 from stretto.hf.pending import Pending
 from stretto.hf.trial import find_stand_ins
-from tests.hf.families import CLASSES, OLD, VOCAB, Batch, build, draw_batch, learn
+from tests.hf.families import CLASSES, VOCAB, Batch, build, draw_batch, learn
 from tests.hf.test_packing import count_tokens
 
-pytestmark = pytest.mark.skipif(OLD, reason="transformers 4 has less to exchange")
 _TINY = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TINY |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 40}
 

@@ -1,0 +1,38 @@
+"""One small trained run, of which each test gets a copy to spoil."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.config import Config, build_config, load_config
+from stretto.train import train
+from tests.conftest import write_corpus
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    tree = {
+        "run": {"dir": str(folder / "run"), "device": "cpu"},
+        "data": {"train": str(write_corpus(folder / "text")), "seq_len": 16, "batch_size": 4, "suffix": ".txt"},
+        "model": {"layers": 1, "width": 16, "heads": 2, "max_len": 32},
+        "optim": {"lr": 1e-2, "warmup": 2},
+        "train": {"steps": 4, "log_every": 1, "eval_batches": 1},
+        "checkpoint": {"every": 2},
+    }
+    return train(build_config(tree))
+
+
+@pytest.fixture
+def run(trained_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_run, tmp_path / "run"))
+
+
+def config_of(run: Path, steps: int) -> Config:
+    """The configuration to go on with in this folder, up to `steps`."""
+    config = load_config(run / "config.toml")
+    return replace(config, run=replace(config.run, dir=str(run)), train=replace(config.train, steps=steps))

@@ -1,0 +1,129 @@
+"""A run folder from elsewhere: nothing is written outside of it, whatever links and settings it has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.config import dump_config, load_config
+from stretto.errors import CheckpointError, DataError
+from stretto.evaluate import measure
+from stretto.files import RUN_FILES, RUN_FOLDERS, replacing, write_text
+from stretto.page import write_report
+from stretto.train import train
+from stretto.trained import load_trained
+from tests.faults.conftest import config_of
+
+CPU = torch.device("cpu")
+PRECIOUS = "precious\n"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name", [*RUN_FILES, *RUN_FOLDERS, "checkpoints/step-00000004", "data/tokenizer.json", "tensorboard/events.x"]
+)
+def test_a_link_in_the_place_of_a_file_is_refused_by_name(run: Path, tmp_path: Path, name: str) -> None:
+    link, outside = run / name, tmp_path / "outside"
+    config = config_of(run, steps=6)
+    outside.mkdir()
+    target = outside / link.name
+    if link.exists():
+        shutil.move(link, target)
+    else:
+        target.write_text(PRECIOUS)
+    link.symlink_to(target)
+    before = contents(outside)
+    for use in (
+        lambda: train(config, resume=True),
+        lambda: write_report(run, CPU),
+        lambda: measure(run, 1),
+        lambda: load_trained(run, CPU),
+    ):
+        with pytest.raises(CheckpointError, match=f"{link} is a link to {target}"):
+            use()
+    assert contents(outside) == before
+
+
+def test_a_link_that_leads_nowhere_is_refused_too(run: Path, tmp_path: Path) -> None:
+    (run / "lock").unlink()
+    (run / "lock").symlink_to(tmp_path / "not there")
+    with pytest.raises(CheckpointError, match="lock is a link"):
+        train(config_of(run, steps=6), resume=True)
+    assert not (tmp_path / "not there").exists()
+
+
+def test_links_with_the_names_of_drafts_are_not_followed(run: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text(PRECIOUS)
+    for name in RUN_FILES:
+        (run / f".{name}").symlink_to(precious)
+    train(config_of(run, steps=6), resume=True)
+    write_report(run, CPU)
+    assert precious.read_text() == PRECIOUS
+
+
+def test_the_run_folder_itself_may_be_a_link(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run)
+    train(config_of(tmp_path / "link", steps=6), resume=True)
+    assert (run / "checkpoints" / "step-00000006").exists()
+
+
+def test_a_file_is_replaced_and_never_written_through(tmp_path: Path) -> None:
+    precious, path = tmp_path / "precious", tmp_path / "file"
+    precious.write_text(PRECIOUS)
+    path.symlink_to(precious)
+    write_text(path, "new")
+    assert (path.read_text(), path.is_symlink(), precious.read_text()) == ("new", False, PRECIOUS)
+    os.link(precious, tmp_path / "same")
+    write_text(tmp_path / "same", "new")
+    assert precious.read_text() == PRECIOUS
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    write_text(tmp_path / "file", "old")
+    with pytest.raises(DataError), replacing(tmp_path / "file") as file:
+        file.write(b"half of the ne")
+        raise DataError("stopped")
+    assert contents(tmp_path) == {"file": b"old"}
+
+
+def set_cache(run: Path, cache: Path) -> None:
+    config = load_config(run / "config.toml")
+    write_text(run / "config.toml", dump_config(replace(config, data=replace(config.data, cache=str(cache)))))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_evaluating_writes_nothing_where_the_configuration_of_a_run_says(
+    run: Path, tmp_path: Path, tokenizer: str
+) -> None:
+    config = config_of(run, steps=2)
+    config = replace(config, data=replace(config.data, tokenizer=tokenizer, vocab=280))
+    shutil.rmtree(run)
+    train(config)
+    scores = measure(run, 1)
+    set_cache(run, tmp_path / "elsewhere")
+    for path in (run / "data").glob("*.tokens"):
+        path.unlink()
+    assert measure(run, 1) == scores
+    write_report(run, CPU)
+    assert not (tmp_path / "elsewhere").exists()
+    assert list((run / "data").glob("*.tokens"))
+
+
+def test_evaluating_reads_a_cache_that_was_filled(run: Path, tmp_path: Path) -> None:
+    config, cache = config_of(run, steps=2), tmp_path / "cache"
+    config = replace(config, data=replace(config.data, cache=str(cache), tokenizer="bpe", vocab=280))
+    shutil.rmtree(run)
+    train(config)
+    before = contents(cache)
+    measure(run, 1)
+    assert contents(cache) == before and len(before) == 2
+    assert [path.name for path in (run / "data").iterdir()] == ["tokenizer.json"]
