@@ -36,6 +36,9 @@ from stretto.ops.linear import linear, linears
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm, norm
 
+WRAPPERS = {"torch", "transformers", "accelerate", "deepspeed"}  # whose hooks take tensors of any shape
+CAPTURE = "transformers.utils.output_capturing"  # leaves hooks behind once hidden states were asked for: they sleep
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -61,8 +64,23 @@ def is_touched(module: nn.Module) -> bool:
     """Whether others look at its calls, or have put their own function in the place of `forward`: hooks of the user, of
     FSDP, of Accelerate's offloading. They must find the module called as it always was."""
     own = module.__dict__
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    return bool(hooks) or "forward" in own
+    hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"])
+    if any(hooks) and any(_origin(hook) != CAPTURE for some in hooks for hook in some.values()):
+        return True
+    return "forward" in own
+
+
+def _origin(hook: Any) -> str:
+    return str(getattr(hook, "__module__", ""))
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether the user looks at what it is given and gives, who then has to find rectangles; wrappers do not care."""
+    own = module.__dict__
+    if "forward" in own and "_hf_hook" not in own:
+        return True
+    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+    return any(_origin(hook).partition(".")[0] not in WRAPPERS for hook in hooks)
 
 
 class Fused(nn.Module):

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE, Layout, dense_layout
 from stretto.hf.call import NOTHING, UNTRIED, Call, Facts, Known, Tried, current_call, known_batch, set_call
-from stretto.hf.layers import is_touched
+from stretto.hf.layers import is_touched, is_watched
 from stretto.hf.roles import Stack, is_ours
 
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # and what they are masks of
@@ -278,7 +278,7 @@ def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed
                 "position_ids that start anew with each of them, or as cu_seq_lens_q"
             )
         dropped = stack.owner.training and _drops_layers(stack)
-        if unpad and not (cached or stack.problem or dropped or strange):
+        if unpad and not (cached or stack.problem or dropped or strange) and not any(map(is_watched, stack.inside)):
             _unpad(call, stack, tokens, given)
         return
     problem = "the model keeps a cache: pass use_cache=False" if cached else stack.problem

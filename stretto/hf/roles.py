@@ -90,6 +90,7 @@ class Stack:
     path: str  # of the layers, in the owner
     attention: nn.Module  # one of theirs
     depth: Any  # what the owner's configuration says of their number
+    inside: tuple[nn.Module, ...]  # the layers and all modules in them
     windows: set[int] = field(default_factory=set)  # beyond which tokens do not see each other
     problem: str | None = None
 
@@ -318,7 +319,8 @@ def _describe(
     relative = any("position_bias" in inspect.signature(type(m).forward).parameters for m in attentions)
     problem = None if "attention_mask" in parameters else "its layers take no attention_mask"
     windows = {w for thing in (owner.config, *layers.modules()) for w in _windows(thing)}
-    of = (name, owner, layers, causal, len(attentions) > 1, relative, path, attentions[0], _depth(owner))
+    inside = tuple(layers.modules())[1:]
+    of = (name, owner, layers, causal, len(attentions) > 1, relative, path, attentions[0], _depth(owner), inside)
     return Stack(*of, windows=windows, problem=problem)
 
 

@@ -48,6 +48,10 @@ def test_norms_compute_the_sums_before_them(family: str) -> None:
     with count_sums() as sums:
         learn(model, batch)
     assert len(sums) == SUMS[family]
+    learn(model, batch, output_hidden_states=True)  # after which transformers leaves hooks behind
+    with count_sums() as sums:
+        learn(model, batch)
+    assert len(sums) == SUMS[family]
     with count_sums() as sums, torch.no_grad():
         learn(model.eval(), batch)
     assert not sums, "only while gradients are recorded"

@@ -383,6 +383,33 @@ def partial_note(seen: list[str], name: str) -> Callable[..., None]:
     return lambda *args: seen.append(name)
 
 
+@pytest.mark.parametrize("way", ["hook", "forward"])
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_whoever_looks_into_layers_finds_rectangles(family: str, way: str) -> None:
+    """A padded batch, and a probe that keeps what each layer and each part of it gives."""
+    batch, seen = draw_batch(family), []
+    for model in (build(family), stretto.accelerate(build(family))):
+        shapes: dict[str, torch.Size] = {}
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in ("1", "mlp", "intermediate", "DenseReluDense"):
+                probe(name, module, way, shapes)
+        learn(model, batch)
+        seen.append(shapes)
+    assert seen[0] and seen[1] == seen[0]
+
+
+def probe(name: str, module: nn.Module, way: str, shapes: dict[str, torch.Size]) -> None:
+    def note(out: Any) -> Any:
+        shapes[name] = (out if isinstance(out, Tensor) else out[0]).shape
+        return out
+
+    if way == "hook":
+        module.register_forward_hook(lambda _, args, out: note(out))
+    else:
+        forward = module.forward
+        module.forward = lambda *args, **kwargs: note(forward(*args, **kwargs))  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("where", ["layer", "inside", "head"])
 def test_full_backward_hooks(where: str) -> None:
     model, plain, batch = stretto.accelerate(build("llama")), build("llama"), draw_batch("llama")
