@@ -101,5 +101,6 @@ class DistanceBias(nn.Module):
     def bias_by_distance(self, like: Tensor, reach: int) -> Tensor:
         if not self.has_relative_attention_bias:
             return like.new_zeros(self.n_heads, 0)  # type: ignore[call-overload]
-        ahead, behind = self.compute_bias(1, reach), self.compute_bias(reach, 1)  # type: ignore[operator]
+        compute: Any = self.compute_bias
+        ahead, behind = (compute(*shape, device=like.device) for shape in ((1, reach), (reach, 1)))
         return torch.cat([behind[0, :, 1:, 0].flip(1), ahead[0, :, 0]], 1)

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers as hf
@@ -341,6 +342,18 @@ def test_functions_in_the_place_of_forward_are_called(family: str) -> None:
             module.register_forward_hook(lambda _, args, out: 2 * out)
     torch.testing.assert_close(learn(model, batch), learn(plain, batch), rtol=1e-3, atol=1e-5)
     assert set(calls) >= {name for name, m in plain.named_modules() if m._forward_hooks}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_weights_may_be_offloaded(family: str) -> None:
+    """Accelerate's hooks fetch the weights of each module when it is called, and leave nothing behind."""
+    batch = draw_batch(family)
+    plain, model = build(family).eval(), stretto.accelerate(build(family)).eval()
+    real = batch.get("decoder_attention_mask", batch["attention_mask"]) != 0
+    with torch.no_grad():
+        expected = plain(**batch).logits[real]
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        torch.testing.assert_close(model(**batch).logits[real], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert", "gpt2"])
