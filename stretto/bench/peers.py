@@ -122,7 +122,7 @@ def build_model(cfg: ModelConfig, weights: torch.dtype, own: Mapping[str, Any]) 
         "vit": hf.AutoModelForImageClassification,
     }[cfg.kind]
     shape = hf.AutoConfig.for_model(**(own or _describe(cfg)))
-    model: nn.Module = auto.from_config(shape, dtype=weights)  # with SDPA, unless it has none: T5 in transformers 4
+    model: nn.Module = auto.from_config(shape, dtype=weights)  # with SDPA, unless it has none
     return model.train()
 
 

@@ -9,7 +9,7 @@ with it and without.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -147,7 +147,7 @@ class Exchanges:
         for m, seat in self.seats.items():
             self.journal.hooks.append(m.register_forward_pre_hook(partial(enter, seat=seat), with_kwargs=True))
             self.journal.hooks.append(m.register_forward_hook(leave, always_call=True))
-        self._swap_sites(found)
+        self._swap_sites(found, [*units.values(), *heads.values()])
         self._swap_attention(attentions, units)
         for stack in self.chained if fused else ():
             unit = units[stack.owner]
@@ -215,21 +215,37 @@ class Exchanges:
             problem = find_loss_of_precision(own, unit.own, unit.exact)
         return problem
 
-    def _swap_sites(self, found: list[Site]) -> None:
-        """Modules with parameters of their own."""
-        problems: dict[Any, str | None] = {}
-        inside: set[int] = set()
+    def _swap_sites(self, found: list[Site], units: Sequence[Unit | str]) -> None:
+        """Modules with parameters of their own: each kind by itself, and then, where they are, all of them at once. If
+        that gives another result, each kind where it is."""
+        kinds: dict[Any, list[Site]] = {}
         for site in sorted(found, key=lambda site: site.name.count(".")):  # the whole before its parts
-            if site.fused is None or id(site.module) in inside:
-                continue
-            key = kind_of(site)
-            if key not in problems:
-                problems[key] = site.problem or compare(site)
-            self.done.append(replace(site, problem=problems[key]))
-            if problems[key] is None:
-                self.journal.swap(site.module, site.fused, site.parts)
-                used = (*site.parts.linears, site.parts.norm)
-                inside |= {id(site.module.get_submodule(name)) for name in used if name}
+            if site.fused is not None:
+                kinds.setdefault(kind_of(site), []).append(site)
+        problems = {kind: some[0].problem or compare(some[0]) for kind, some in kinds.items()}
+        inside: set[int] = set()
+
+        def change(chosen: Sequence[Any]) -> bool:
+            inside.clear()
+            for site in (site for kind in kinds if kind in chosen for site in kinds[kind]):
+                if id(site.module) not in inside:
+                    self.journal.swap(site.module, site.fused, site.parts)  # type: ignore[arg-type]
+                    used = (*site.parts.linears, site.parts.norm)
+                    inside.update(id(site.module.get_submodule(name)) for name in used if name)
+            return True
+
+        def check() -> str | None:
+            return next((p for unit in units if isinstance(unit, Unit) and (p := self._check(unit))), None)
+
+        good = [kind for kind, problem in problems.items() if problem is None]
+        if attempt(self.journal, partial(change, good), check)[1]:
+            for kind in good:
+                mark = self.journal.mark()
+                problems[kind] = attempt(self.journal, partial(change, [kind]), check)[1]
+                self.journal.undo(mark)
+            change([kind for kind in good if problems[kind] is None])
+        for kind, some in kinds.items():
+            self.done += [replace(site, problem=problems[kind]) for site in some if id(site.module) not in inside]
 
     def _find_attentions(self, found: list[Site]) -> dict[PreTrainedModel, list[Site]]:
         """Attention that goes through transformers' interface, by the innermost model around it."""

@@ -46,10 +46,9 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         model = _accelerate_once(self.model)
         self.meter = Meter(model)
-        if dropping_of(model) is not None and self.args.ddp_find_unused_parameters is None:
-            self.args.ddp_find_unused_parameters = True  # for transformers 4; 5 has handed it on already
-            if self.accelerator.ddp_handler is not None:
-                self.accelerator.ddp_handler.find_unused_parameters = True
+        handler = self.accelerator.ddp_handler  # which has the argument already
+        if dropping_of(model) is not None and self.args.ddp_find_unused_parameters is None and handler is not None:
+            handler.find_unused_parameters = True
         if self.label_smoother is not None:
             self.label_smoother = LeanSmoother(self.label_smoother.epsilon)
 
@@ -71,7 +70,7 @@ class Trainer(transformers.Trainer):
             self.optimizer_cls_and_kwargs = given
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """What theirs calls before a step. Theirs of transformers 4 does not, and scales the gradients itself."""
+        """What theirs calls before a step."""
         optimizer = getattr(self.optimizer, "optimizer", None)  # accelerate's wrapper holds it
         if not isinstance(optimizer, FlatAdamW):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]

@@ -127,6 +127,26 @@ def test_values_that_hide_a_difference_do_not_help(kind: type[nn.Module], dtype:
     assert type(model[0]) is kind and type(model[1]) is not nn.LayerNorm
 
 
+class Inquisitive(hf.models.llama.modeling_llama.LlamaDecoderLayer):
+    """A layer that looks at the class of its norm, as no trial of the norm by itself can see."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        plain = type(self.input_layernorm) is hf.models.llama.modeling_llama.LlamaRMSNorm
+        return super().forward(hidden_states if plain else 2 * hidden_states, *args, **kwargs)
+
+
+def test_modules_are_tried_where_they_are_too() -> None:
+    model: Any = build("llama")
+    for layer in model.model.layers:
+        layer.__class__ = Inquisitive
+    batch = draw_batch("llama")
+    expected = learn(model, batch)
+    stretto.accelerate(model)
+    problems = {line.role: line.problem for line in stretto.hf.report(model).lines}
+    assert "other results" in str(problems["norm"]) and problems["gated mlp"] is None
+    torch.testing.assert_close(learn(model, batch), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_that_cannot_be_helped_comes_back_untouched() -> None:
     model = nn.Sequential(nn.Conv1d(3, 3, 1), nn.Sequential(nn.Linear(4, 4), nn.GLU()), nn.Softmax(dim=1))
     kinds = [type(module) for module in model.modules()]
