@@ -95,7 +95,8 @@ class Logits(Lazy):
         if not isinstance(other, Tensor) or other.numel() != classes or other.shape[-1] != classes:
             return None
         bias = other.flatten() if self.recipe.bias is None else self.recipe.bias + other.flatten()
-        return Logits(replace(self.recipe, bias=bias, made=[]), self.shape, self.dtype)
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return Logits(replace(self.recipe, bias=bias, made=[]), self.shape, dtype)
 
     def _cross_entropy(
         self,

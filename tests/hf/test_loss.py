@@ -117,3 +117,14 @@ def test_autocast_holds_for_logits_that_are_read_later() -> None:
         ours, theirs = model(**batch).logits, plain(**batch).logits
     assert ours.dtype == theirs.dtype == (ours + 0).dtype == torch.bfloat16
     torch.testing.assert_close(ours + 0, theirs, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("family", ["bart", "bert", "llama"])
+def test_logits_have_the_type_that_they_had(family: str) -> None:
+    """Under autocast a product is in 16 bits, but not with a bias in fp32 added to it."""
+    types = []
+    for model in (build(family), stretto.accelerate(build(family))):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(**draw_batch(family)).logits
+        types.append((logits.dtype, (logits + 0).dtype))
+    assert types[0] == types[1]
