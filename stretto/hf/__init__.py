@@ -9,6 +9,7 @@
     journal.py    how a module is exchanged, and how that is undone
     trial.py      what every exchange has to pass: the same results, in numbers that cannot hide a difference
     draw.py       the batches that models are tried on
+    padding.py    which batches a model may be given without their padding
     exchanges.py  all exchanges of a model, each tried before it stays
     packing.py    padded batches and packed documents: layers run on the real tokens alone
     attention.py  attention inside the sequences of such a batch, through transformers' own interface

@@ -92,6 +92,10 @@ def with_labels(model: PreTrainedModel, batch: Batch) -> Iterator[tuple[str, Bat
     yield "", batch
 
 
+def masks_of(batch: Batch) -> list[Tensor]:
+    return [batch[name] for name in ("attention_mask", "decoder_attention_mask") if name in batch]
+
+
 def _draw_text(model: PreTrainedModel, kept: Tensor, ids: Sequence[str], generator: torch.Generator) -> Batch:
     embedding = _embedding(model)
     size, device, names = len(embedding.weight), embedding.weight.device, argument_names(model)

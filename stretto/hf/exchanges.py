@@ -2,8 +2,7 @@
 
 A module by itself, a stack of layers with each thing that is changed in it, the output layer with its loss are run
 before and after (trial.py), and what gives another result, or cannot be run, is left as it was; the report says why.
-Whether the model around a stack reads padding is found by running it on batches of every kind of padding (draw.py),
-with it and without.
+Whether the model around a stack reads padding is found out by padding.py.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stretto.hf.attention import DistanceBias, register
-from stretto.hf.call import UNTRIED, Call, Tried, set_call
-from stretto.hf.draw import IDS, LENGTH, SIDES, Batch, draw_padded, draw_stack_batches, with_labels
+from stretto.hf.call import UNTRIED, Call, set_call
+from stretto.hf.draw import Batch, draw_padded, draw_stack_batches, masks_of, with_labels
 from stretto.hf.journal import Journal, mix, original
 from stretto.hf.layer_drop import Dropping, SwitchedLayer
 from stretto.hf.layers import (
@@ -36,7 +35,8 @@ from stretto.hf.layers import (
     weight_of,
 )
 from stretto.hf.loss import LazyHead, note_computed
-from stretto.hf.packing import PackedLayer, Seat, argument_names, enter, leave, wanted_outputs
+from stretto.hf.packing import PackedLayer, Seat, argument_names, enter, leave
+from stretto.hf.padding import describe_kept, try_padding
 from stretto.hf.pending import note_useful
 from stretto.hf.projections import FusedAttention, FusedProjection, Rotated, find_groups, rotated_forward
 from stretto.hf.roles import (
@@ -59,6 +59,7 @@ from stretto.hf.trial import (
     find_difference,
     find_loss_of_precision,
     find_stand_ins,
+    in_precision_of,
     run,
 )
 
@@ -196,10 +197,9 @@ class Exchanges:
 
     def _run(self, model: nn.Module, inputs: Batch, labels: str, exact: bool) -> Result:
         with self.stage.set_up(exact):
-            like, tokens = next(model.parameters()).dtype, labels == "tokens"
-            given = {name: value.to(like) if _is_real(value) else value for name, value in inputs.items()}
+            given, tokens = in_precision_of(model, inputs), labels == "tokens"
             parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-            return run(model, given, parameters, _masks(inputs), scores=tokens, loss_only=tokens)
+            return run(model, given, parameters, masks_of(inputs), scores=tokens, loss_only=tokens)
 
     def _check(self, unit: Unit | str, lazy: bool = False, trial: bool = False) -> str | None:
         """What a model gives now, against what it gave untouched."""
@@ -395,13 +395,13 @@ class Exchanges:
         packed = [stack for stack, problem in problems.items() if problem is None]
         for m, inside in self._outermost_models():
             mine = [stack for stack in packed if stack.owner in inside]
-            tried = self._try_padding(m, mine) if mine else UNTRIED
+            tried = try_padding(self.stage, m, mine) if mine else UNTRIED
             self.seats[m].tried = tried
             for stack in (stack for stack in self.chained if stack.owner in inside):
                 problem = problems[stack]
                 if problem is None and not tried.kinds and not self.packed:
                     problem = "the model around it gives other results without padding"
-                remark = _remark(tried, mine)
+                remark = describe_kept(tried, mine)
                 self.done.append(Site(stack.name, "padding", stack.owner, problem=problem, remark=remark))
         if self.packed and not any(stack.causal for stack in packed):
             why = "; ".join(str(site.problem) for site in self.done if site.role == "padding" and site.problem)
@@ -425,60 +425,6 @@ class Exchanges:
             self.journal.swap(layer, PackedLayer)
         self.journal.change(self.seats[stack.owner], "stack", stack)
         return True
-
-    def _try_padding(self, model: PreTrainedModel, packed: list[Stack]) -> Tried:
-        """The kinds of batch with which a model gives the same results without padding."""
-        kinds: set[tuple[str, str]] = set()
-        names: set[str] = set()
-        labels, windows = None, [window for stack in packed for window in stack.windows]
-        for form, sorts in (("ids", IDS), ("embeds", ("none",)), ("positions", ("positions",))):
-            groups = [[(side, sort) for side in _sides(packed) for sort in sorts]]
-            while groups:  # all kinds at once; where that fails, one side after the other, and then each by itself
-                some = groups.pop()
-                tried = self._try_batch(model, some, form, labels, min([LENGTH, *windows]))
-                if tried is not None:
-                    labels, given = tried
-                    kinds |= set(some)
-                    names |= given
-                elif len(some) > 1:
-                    sides = dict.fromkeys(side for side, _ in some)
-                    parts = [[kind for kind in some if kind[0] == side] for side in sides]
-                    groups += parts if len(parts) > 1 else [[kind] for kind in some]
-        names |= {"decoder_input_ids", "decoder_attention_mask"} if "decoder_attention_mask" in names else set()
-        return Tried(frozenset(kinds), frozenset(names), labels or "", wanted_outputs(model, {}))
-
-    def _try_batch(
-        self, model: PreTrainedModel, some: list[tuple[str, str]], form: str, labels: str | None, length: int
-    ) -> tuple[str, set[str]] | None:
-        """The kind of labels and the arguments of a batch that gave the same results; None: none did."""
-        try:
-            sides, sorts = (list(dict.fromkeys(each)) for each in zip(*some, strict=True))
-            batch = draw_padded(model, sides, sorts, form, length)
-            for sort, inputs in with_labels(model, batch) if batch is not None else ():
-                if labels is not None and sort != labels:
-                    continue
-                same = self._compare_padding(model, inputs, sort)
-                if same is not None:
-                    return (sort, set(inputs)) if same else None
-        except Exception as error:
-            log.debug("%s cannot be tried with padding: %s", type(model).__name__, error)
-        return None
-
-    def _compare_padding(self, model: PreTrainedModel, inputs: Batch, labels: str) -> bool | None:
-        """Whether a batch gives the same results without its padding; None where the model does not take it."""
-        results = []
-        with self.stage.set_up():
-            for trial in (False, True):
-                call = Call(None, None, rectangle=not trial, lazy=False, trial=trial)
-                set_call(call)
-                try:
-                    results.append(run(model, inputs, None, _masks(inputs), scores=labels == "tokens"))
-                except Exception as error:
-                    log.debug("%s, %s: %s", type(model).__name__, sorted(inputs), error)
-                    return False if trial else None
-                finally:
-                    set_call(None)
-        return call.ran_packed and find_difference(results[1], results[0]) is None
 
     def _swap_head(self, model: PreTrainedModel, unit: Unit | str) -> None:
         """The output layer of a language model, and the module around it that begins with hidden states."""
@@ -524,14 +470,6 @@ def _catch(draw: Callable[..., Iterator[Batch]], *args: Any) -> Iterator[Batch |
         yield f"it cannot be tried: {describe(error)}"
 
 
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _masks(inputs: Batch) -> list[Tensor]:
-    return [inputs[name] for name in ("attention_mask", "decoder_attention_mask") if name in inputs]
-
-
 def _ancestors(model: nn.Module, name: str) -> Iterator[nn.Module]:
     while name:
         name = name.rpartition(".")[0]
@@ -554,18 +492,3 @@ def _loose_modules(layer: nn.Module) -> list[nn.Module]:
     loose = [module for module in layer.modules() if module not in known]
     dense = [m for m in loose if isinstance(m, FusedMLP | FusedGatedMLP) or type(m) in (nn.Linear, Conv1D)]
     return dense + [m for m in loose if is_activation(m) and find_activation(m) is not None]
-
-
-def _sides(packed: list[Stack]) -> list[str]:
-    """The kinds of padding that these stacks may run without (packing.py)."""
-    hidden = {"empty"} if any(stack.owner.config.is_encoder_decoder for stack in packed) else set()
-    hidden |= {"holes"} if any(stack.relative for stack in packed) else set()
-    return [side for side in SIDES if side not in hidden]
-
-
-def _remark(tried: Tried, packed: list[Stack]) -> str:
-    """What keeps its padding although other batches do not."""
-    words = {"right": "at the end of rows", "left": "at the beginning of rows", "holes": "between tokens"}
-    gone = {side for side, _ in tried.kinds}
-    kept = [words[side] for side in _sides(packed) if side in words and side not in gone]
-    return f"; padding {' or '.join(kept)} stays" if kept else ""

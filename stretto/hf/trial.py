@@ -172,6 +172,16 @@ def _generator(device: torch.device | str, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+def in_precision_of(model: nn.Module, inputs: Batch) -> Batch:
+    """On the stage, where a model's precision is another."""
+    dtype = next(model.parameters()).dtype
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: cast(value) for name, value in inputs.items()}
+
+
 def run(
     function: Callable[..., Any],
     inputs: Mapping[str, Any] | Sequence[Any],

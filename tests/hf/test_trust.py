@@ -257,6 +257,16 @@ def test_a_class_is_read_where_it_always_was(kind: str, token: int, left: bool) 
     assert set(tokens) == (set() if reads_padding else {18}), "a rectangle has a mask, and transformers' attention"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_lose_their_padding_where_that_is_the_same(dtype: torch.dtype) -> None:
+    model: Any = stretto.accelerate(build("llama", dtype))
+    batch = draw_batch("llama")
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    with count_tokens() as tokens:
+        model(**batch)
+    assert set(tokens) == {18}
+
+
 def test_embeddings_instead_of_ids_hide_where_padding_is() -> None:
     model = classifier("llama").train()
     stretto.accelerate(plain := copy.deepcopy(model))
