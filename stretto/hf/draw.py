@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE
@@ -74,9 +74,10 @@ def draw_padded(
     return batch
 
 
-def with_labels(model: PreTrainedModel, batch: Batch) -> Iterator[tuple[str, Batch]]:
-    """The batch with labels of each kind that a model may take: of tokens, of rows, none."""
-    if "labels" in argument_names(model):
+def with_labels(model: PreTrainedModel, batch: Batch, called: nn.Module) -> Iterator[tuple[str, Batch]]:
+    """The batch with labels of each kind that a model, or the module around it that is called, may take: of tokens, of
+    rows, none."""
+    if "labels" in argument_names(called):
         pair = "decoder_input_ids" in batch
         mask = batch["decoder_attention_mask" if pair else "attention_mask"]
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -177,7 +177,7 @@ class Exchanges:
         try:
             batch = draw_padded(model, ("right",), ("own",), "ids")
             found: Unit | str = "it reads no tokens"
-            for labels, inputs in with_labels(model, batch) if batch is not None else ():
+            for labels, inputs in with_labels(model, batch, model) if batch is not None else ():
                 found = self._try_unit(model, inputs, labels) if labels == "tokens" else found
             return found
         except Exception as error:
@@ -395,7 +395,7 @@ class Exchanges:
         packed = [stack for stack, problem in problems.items() if problem is None]
         for m, inside in self._outermost_models():
             mine = [stack for stack in packed if stack.owner in inside]
-            tried = try_padding(self.stage, m, mine) if mine else UNTRIED
+            tried = try_padding(self.stage, m, mine, self.model) if mine else UNTRIED
             self.seats[m].tried = tried
             for stack in (stack for stack in self.chained if stack.owner in inside):
                 problem = problems[stack]

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import logging
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from stretto.hf.call import Call, Tried, set_call
 from stretto.hf.draw import IDS, LENGTH, SIDES, Batch, draw_padded, masks_of, with_labels
-from stretto.hf.packing import wanted_outputs
+from stretto.hf.packing import argument_names, wanted_outputs
 from stretto.hf.roles import Stack
 from stretto.hf.trial import Stage, find_difference, in_precision_of, run
 
 log = logging.getLogger(__name__)
 
 
-def try_padding(stage: Stage, model: PreTrainedModel, packed: list[Stack]) -> Tried:
-    """The kinds of batch with which a model gives the same results without padding."""
+def try_padding(stage: Stage, model: PreTrainedModel, packed: list[Stack], around: nn.Module) -> Tried:
+    """The kinds of batch with which a model gives the same results without padding. A module around it that takes such
+    batches is what is called, and may read padding, too."""
+    called = around if _takes_batches(stage, model, around) else model
     kinds: set[tuple[str, str]] = set()
     names: set[str] = set()
     labels, windows = None, [window for stack in packed for window in stack.windows]
@@ -29,7 +32,7 @@ def try_padding(stage: Stage, model: PreTrainedModel, packed: list[Stack]) -> Tr
         groups = [[(side, sort) for side in _sides(packed) for sort in sorts]]
         while groups:  # all kinds at once; where that fails, one side after the other, and then each by itself
             some = groups.pop()
-            tried = _try_batch(stage, model, some, form, labels, min([LENGTH, *windows]))
+            tried = _try_batch(stage, model, called, some, form, labels, min([LENGTH, *windows]))
             if tried is not None:
                 labels, given = tried
                 kinds |= set(some)
@@ -42,17 +45,33 @@ def try_padding(stage: Stage, model: PreTrainedModel, packed: list[Stack]) -> Tr
     return Tried(frozenset(kinds), frozenset(names), labels or "", wanted_outputs(model, {}))
 
 
+def _takes_batches(stage: Stage, model: PreTrainedModel, around: nn.Module) -> bool:
+    if around is model or not {"input_ids", "attention_mask"} <= set(argument_names(around)):
+        return False
+    try:
+        batch = draw_padded(model, ("right",), ("own",), "ids")
+        return batch is not None and _compare(stage, around, batch, "") is not None
+    except Exception:
+        return False
+
+
 def _try_batch(
-    stage: Stage, model: PreTrainedModel, some: list[tuple[str, str]], form: str, labels: str | None, length: int
+    stage: Stage,
+    model: PreTrainedModel,
+    called: nn.Module,
+    some: list[tuple[str, str]],
+    form: str,
+    labels: str | None,
+    length: int,
 ) -> tuple[str, set[str]] | None:
     """The kind of labels and the arguments of a batch that gave the same results; None: none did."""
     try:
         sides, sorts = (list(dict.fromkeys(each)) for each in zip(*some, strict=True))
         batch = draw_padded(model, sides, sorts, form, length)
-        for sort, inputs in with_labels(model, batch) if batch is not None else ():
+        for sort, inputs in with_labels(model, batch, called) if batch is not None else ():
             if labels is not None and sort != labels:
                 continue
-            same = _compare(stage, model, inputs, sort)
+            same = _compare(stage, called, inputs, sort)
             if same is not None:
                 return (sort, set(inputs)) if same else None
     except Exception as error:
@@ -60,9 +79,11 @@ def _try_batch(
     return None
 
 
-def _compare(stage: Stage, model: PreTrainedModel, inputs: Batch, labels: str) -> bool | None:
+def _compare(stage: Stage, model: nn.Module, inputs: Batch, labels: str) -> bool | None:
     """Whether a batch gives the same results without its padding; None where the model does not take it."""
     results = []
+    if not isinstance(model, PreTrainedModel):
+        inputs = {name: value for name, value in inputs.items() if name in argument_names(model)}
     with stage.set_up():
         for trial in (False, True):
             call = Call(None, None, rectangle=not trial, lazy=False, trial=trial)

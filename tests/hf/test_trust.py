@@ -285,6 +285,30 @@ def test_a_pooler_may_read_the_last_position() -> None:
     assert_equal(stretto.accelerate(model), batch, expected, "pooler_output")
 
 
+class LastPosition(nn.Module):
+    """A module of the user's around a model, which reads what stands last."""
+
+    def __init__(self, inner: nn.Module, where: int) -> None:
+        super().__init__()
+        self.inner, self.where, self.score = inner, where, nn.Linear(32, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.inner(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.score(hidden[:, self.where])
+
+
+@pytest.mark.parametrize(("where", "left", "packs"), [(-1, False, False), (-1, True, True), (0, False, True)])
+def test_a_module_around_a_model_may_read_padding(where: int, left: bool, packs: bool) -> None:
+    torch.manual_seed(0)
+    model = LastPosition(build("bert").bert, where).eval()  # type: ignore[arg-type]
+    batch = pad(draw_ids(), (9, 3, 6), 1, left)
+    expected = model(**batch)
+    stretto.accelerate(model)
+    with count_tokens() as tokens:
+        torch.testing.assert_close(model(**batch), expected, rtol=1e-4, atol=1e-5)
+    assert (set(tokens) == {18}) == packs
+
+
 def test_a_class_of_rows_beside_labels_of_tokens() -> None:
     torch.manual_seed(0)
     model = hf.BertForPreTraining(build("bert").config).eval()
