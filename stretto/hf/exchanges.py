@@ -218,17 +218,16 @@ class Exchanges:
     def _swap_sites(self, found: list[Site], units: Sequence[Unit | str]) -> None:
         """Modules with parameters of their own: each kind by itself, and then, where they are, all of them at once. If
         that gives another result, each kind where it is."""
-        kinds: dict[Any, list[Site]] = {}
-        for site in sorted(found, key=lambda site: site.name.count(".")):  # the whole before its parts
-            if site.fused is not None:
-                kinds.setdefault(kind_of(site), []).append(site)
-        problems = {kind: some[0].problem or compare(some[0]) for kind, some in kinds.items()}
+        ordered = sorted((site for site in found if site.fused is not None), key=lambda site: site.name.count("."))
+        kinds = [kind_of(site) for site in ordered]
+        first = dict(zip(reversed(kinds), reversed(ordered), strict=True))
+        problems = {kind: site.problem or compare(site) for kind, site in first.items()}
         inside: set[int] = set()
 
         def change(chosen: Sequence[Any]) -> bool:
             inside.clear()
-            for site in (site for kind in kinds if kind in chosen for site in kinds[kind]):
-                if id(site.module) not in inside:
+            for site, kind in zip(ordered, kinds, strict=True):  # the whole before its parts
+                if kind in chosen and id(site.module) not in inside:
                     self.journal.swap(site.module, site.fused, site.parts)  # type: ignore[arg-type]
                     used = (*site.parts.linears, site.parts.norm)
                     inside.update(id(site.module.get_submodule(name)) for name in used if name)
@@ -244,8 +243,9 @@ class Exchanges:
                 problems[kind] = attempt(self.journal, partial(change, [kind]), check)[1]
                 self.journal.undo(mark)
             change([kind for kind in good if problems[kind] is None])
-        for kind, some in kinds.items():
-            self.done += [replace(site, problem=problems[kind]) for site in some if id(site.module) not in inside]
+        for site, kind in zip(ordered, kinds, strict=True):
+            if id(site.module) not in inside:
+                self.done.append(replace(site, problem=problems[kind]))
 
     def _find_attentions(self, found: list[Site]) -> dict[PreTrainedModel, list[Site]]:
         """Attention that goes through transformers' interface, by the innermost model around it."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import stretto
 import stretto.hf
+from stretto.hf.layers import Fused
 from stretto.hf.roles import find_activation, sites
 from tests.hf.families import FAMILIES, build, draw_batch, learn
 
@@ -57,7 +58,10 @@ EXPECTED["marian-swish"] = EXPECTED["marian"]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_role_is_found(family: str) -> None:
-    assert roles_of(stretto.accelerate(build(family))) == EXPECTED[family]
+    model = stretto.accelerate(build(family))
+    assert roles_of(model) == EXPECTED[family]
+    fused = [module for module in model.modules() if isinstance(module, Fused)]
+    assert fused and all(module.is_intact() for module in fused), "or they would run as before"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
