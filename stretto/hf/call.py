@@ -71,7 +71,7 @@ class Call:
     """A call of a model that has not returned yet."""
 
     model: nn.Module | None  # None: a piece of work on behalf of the outer one
-    outer: Call | None
+    outer: Call | None  # of a model around it
     rectangle: bool  # whether padding must stay
     lazy: bool  # whether logits are wanted for a loss alone (loss.py)
     labels: Tensor | None = None
@@ -80,13 +80,16 @@ class Call:
     tried: Tried = UNTRIED  # of the outermost model
     given: frozenset[str] = frozenset()  # the names of its arguments
     ids: Tensor | None = None  # and its tokens
+    as_tuple: bool = False  # whether it returns a tuple, in which a cache has its place
     chain: tuple[nn.Module, ...] = ()  # layers whose result the next layer alone reads
     stack: Stack | None = None
     own: Packing | None = None
     memory: Packing | None = None  # of the encoder's output
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what all layers get, and it without padding
     angles: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cosines as they were given, and what the kernel reads
+    counted: bool = False  # whether a loss was computed for as many labels as are known
     ran_packed: bool = False  # whether layers inside of it ran without padding
+    before: Call | None = None  # what goes on when it has returned: it may be a call of a model that is no part of it
 
 
 known_batch: ContextVar[Known | None] = ContextVar("stretto_known_batch", default=None)  # by who calls the model

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE
-from stretto.hf.packing import argument_names, pad_id
+from stretto.hf.packing import argument_names, pad_id, takes_any_name
 
 Batch = dict[str, Any]
 SIDES = ("right", "left", "holes", "empty")
@@ -51,16 +51,16 @@ def draw_stack_batches(owner: PreTrainedModel, crosses: bool) -> Iterator[Batch]
 def draw_padded(
     model: PreTrainedModel, sides: Sequence[str], ids: Sequence[str], form: str, length: int = LENGTH
 ) -> Batch | None:
-    """A row for each side and kind of ids, and one without padding; None where there is no such form of a batch:
+    """Rows for each side and kind of ids, and one without padding; None where there is no such form of a batch:
     "ids", "embeds", or "positions", which are given beside ids."""
     names, generator = argument_names(model), torch.Generator().manual_seed(1)
     if "input_ids" not in names or (form == "embeds" and "inputs_embeds" not in names):
         return None
     if form == "positions" and "position_ids" not in names:
         return None
-    rows = [(side, kind) for kind in ids for side in sides]
-    kept = torch.stack([*(_pattern(side, length) for side, _ in rows), torch.ones(length, dtype=torch.bool)])
-    batch = _draw_text(model, kept, [*(kind for _, kind in rows), "own"], generator)
+    rows = [(side, kind, many) for kind in ids for side in sides for many in range(3 if side != "empty" else 1)]
+    kept = torch.stack([*(_pattern(side, length, many) for side, _, many in rows), torch.ones(length) > 0])
+    batch = _draw_text(model, kept, [*(kind for _, kind, _ in rows), "own"], generator)
     if form == "embeds":
         tokens = batch.pop("input_ids")
         batch["inputs_embeds"] = _embedding(model)(tokens).detach()
@@ -68,7 +68,7 @@ def draw_padded(
         positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
         batch["position_ids"] = positions
     if "decoder_input_ids" in names:
-        target = torch.stack([*(_pattern(side, TARGET) for side, _ in rows), torch.ones(TARGET, dtype=torch.bool)])
+        target = torch.stack([*(_pattern(side, TARGET, many) for side, _, many in rows), torch.ones(TARGET) > 0])
         drawn = _draw_text(model, target, ["own"] * len(target), generator)
         batch |= {"decoder_input_ids": drawn["input_ids"], "decoder_attention_mask": drawn["attention_mask"]}
     return batch
@@ -115,17 +115,21 @@ def _draw_text(model: PreTrainedModel, kept: Tensor, ids: Sequence[str], generat
     batch: Batch = {"input_ids": tokens.where(kept, padding).to(device), "attention_mask": kept.long().to(device)}
     if "token_type_ids" in names:
         batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
-    return batch | ({"use_cache": False} if "use_cache" in names else {})
+    inner = takes_any_name(model) and getattr(model.config.get_text_config(), "use_cache", False)  # handed on by name
+    return batch | ({"use_cache": False} if "use_cache" in names or inner else {})
 
 
-def _pattern(side: str, length: int) -> Tensor:
+def _pattern(side: str, length: int, many: int) -> Tensor:
+    """With little padding (0), with more, and with hardly anything else (2)."""
     kept = torch.ones(length, dtype=torch.bool)
+    padding = (1, length // 2, length - 1)[many]
     if side == "right":
-        kept[length - 2 :] = False
+        kept[length - padding :] = False
     elif side == "left":
-        kept[:2] = False
+        kept[:padding] = False
     elif side == "holes":
-        kept[[1, length - 2]] = False
+        kept[1 : -1 if many else 2] = False
+        kept[length // 2] |= many == 1
     else:
         kept[:] = False
     return kept

@@ -35,7 +35,7 @@ from stretto.hf.layers import (
     weight_of,
 )
 from stretto.hf.loss import LazyHead, note_computed
-from stretto.hf.packing import PackedLayer, Seat, argument_names, enter, leave
+from stretto.hf.packing import Outside, PackedLayer, Seat, argument_names, enter, leave
 from stretto.hf.padding import describe_kept, try_padding
 from stretto.hf.pending import note_useful
 from stretto.hf.projections import FusedAttention, FusedProjection, Rotated, find_groups, rotated_forward
@@ -135,7 +135,9 @@ class Exchanges:
         self.model, self.chained, self.journal, self.done = model, chained, journal, done
         self.unpad, self.loss, self.packed = unpad or packed, loss, packed
         self.models = {m: name for name, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-        self.seats = {m: Seat(unpad, loss, packed) for m in self.models}
+        kin = frozenset(self.models)
+        around = {m: frozenset(other for other in kin if other is not m and m in set(other.modules())) for m in kin}
+        self.seats = {m: Seat(unpad, loss, packed, around=around[m], kin=kin) for m in self.models}
         self.stage = Stage(model, [stack.layers for stack in chained])
 
     def make_all(self, fused: bool, dropping: Dropping | None) -> None:
@@ -143,6 +145,10 @@ class Exchanges:
         units = {stack.owner: self._run_untouched(stack.owner, stack) for stack in self.chained}
         attentions = self._find_attentions(found)
         units |= {owner: self._run_untouched(owner) for owner in attentions if owner not in units}
+        for owner, unit in units.items():
+            if isinstance(unit, Unit) and "use_cache" in unit.inputs:
+                for m, seat in self.seats.items():
+                    seat.works_without_cache |= m is owner or m in self.seats[owner].around
         heads = {m: self._run_head(m) for m in self.models if self.loss and _find_head(m) is not None}
         register()
         for m, seat in self.seats.items():
@@ -397,6 +403,8 @@ class Exchanges:
             mine = [stack for stack in packed if stack.owner in inside]
             tried = try_padding(self.stage, m, mine, self.model) if mine else UNTRIED
             self.seats[m].tried = tried
+            layers = {module for stack in self.chained for module in stack.inside}
+            self.seats[m].outside = tuple(map(Outside.note, inside - layers))
             for stack in (stack for stack in self.chained if stack.owner in inside):
                 problem = problems[stack]
                 if problem is None and not tried.kinds and not self.packed:

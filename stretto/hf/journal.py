@@ -55,16 +55,19 @@ def _take_apart(made: Any) -> Any:
 copyreg.pickle(Mixed, _take_apart)
 
 
+def _read(thing: Any, name: str) -> Any:
+    return type(thing) if name == "__class__" else vars(thing).get(name, Missing)
+
+
 @dataclass
 class Journal:
     """The changes of a model, in order."""
 
-    changes: list[tuple[Any, str, Any]] = field(default_factory=list)  # an object, an attribute, its value before
+    changes: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # object, attribute, values before and since
     hooks: list[RemovableHandle] = field(default_factory=list)
 
     def change(self, thing: Any, name: str, value: Any) -> None:
-        before = type(thing) if name == "__class__" else vars(thing).get(name, Missing)
-        self.changes.append((thing, name, before))
+        self.changes.append((thing, name, _read(thing, name), value))
         setattr(thing, name, value)
 
     def swap(self, module: nn.Module, ours: type[nn.Module], parts: Parts = NONE) -> None:
@@ -75,9 +78,12 @@ class Journal:
         return len(self.changes)
 
     def undo(self, mark: int = 0) -> None:
-        """Every change since the mark."""
+        """Every change since the mark, but what others have changed meanwhile: a class that torch has derived from ours
+        for a parametrization, for instance, which goes on working."""
         while len(self.changes) > mark:
-            thing, name, before = self.changes.pop()
+            thing, name, before, since = self.changes.pop()
+            if _read(thing, name) is not since:
+                continue
             if before is Missing:
                 delattr(thing, name)
             else:

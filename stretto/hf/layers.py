@@ -36,7 +36,7 @@ from stretto.ops.linear import linear, linears
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm, norm
 
-WRAPPERS = {"torch", "transformers", "accelerate", "deepspeed"}  # whose hooks take tensors of any shape
+WRAPPERS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "stretto"}  # whose hooks take any shape
 CAPTURE = "transformers.utils.output_capturing"  # leaves hooks behind once hidden states were asked for: they sleep
 
 
@@ -54,10 +54,17 @@ class Parts:
 
 
 def describe_child(module: nn.Module, name: str) -> tuple[str, Any, str | None]:
-    """Name, class and, of what has no parameters, options: a child of another description is another function."""
+    """Name, class and options: a child of another description is another function."""
     child = module._modules[name]
     assert child is not None
-    return name, type(child), None if isinstance(child, nn.Dropout) or child._parameters else child.extra_repr()
+    return name, type(child), describe_options(child)
+
+
+def describe_options(module: nn.Module) -> str | None:
+    """Whether a linear layer has a bias; what an activation says of itself."""
+    if "weight" in module._parameters:
+        return "bias" if module._parameters.get("bias") is not None else ""
+    return None if isinstance(module, nn.Dropout) else f"{module.extra_repr()} {len(module._modules)}"
 
 
 def is_touched(module: nn.Module) -> bool:
@@ -71,13 +78,13 @@ def is_touched(module: nn.Module) -> bool:
 
 
 def _origin(hook: Any) -> str:
-    return str(getattr(hook, "__module__", ""))
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether the user looks at what it is given and gives, who then has to find rectangles; wrappers do not care."""
     own = module.__dict__
-    if "forward" in own and "_hf_hook" not in own:
+    if "forward" in own and not own.keys() & {"_hf_hook", "_original_forward"}:  # those are Accelerate's
         return True
     hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
     return any(_origin(hook).partition(".")[0] not in WRAPPERS for hook in hooks)
@@ -104,7 +111,7 @@ class Fused(nn.Module):
             child: Any = self._modules.get(name)
             if type(child) is not kind or is_touched(child):
                 return False
-            if options is not None and child.extra_repr() != options:
+            if describe_options(child) != options:
                 return False
         return True
 

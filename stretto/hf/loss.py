@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stretto.batch import IGNORE
 from stretto.hf.call import Call, current_call, set_call
@@ -26,11 +28,11 @@ from stretto.hf.lazy import Lazy
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.language import product_dtype
 
-_HISTORY: list[Any] = [Tensor.grad_fn, Tensor.requires_grad]
+_GRAD_FN: Any = Tensor.grad_fn
 _computed: ContextVar[list[bool] | None] = ContextVar("stretto_computed", default=None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
     """How to compute logits: head(hidden) + bias."""
 
@@ -41,10 +43,29 @@ class Recipe:
     autocast: torch.dtype | None
     bias: Tensor | None = None  # [V]
     made: list[Tensor] = field(default_factory=list)  # the logits [T, V], once somebody wanted them; views share them
+    stale: list[bool] = field(default_factory=list)  # an entry once an optimizer has changed the head's weights
+
+    def __post_init__(self) -> None:
+        _waiting.add(self)
+
+
+_waiting: WeakSet[Recipe] = WeakSet()
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Behind every step of any optimizer: those of torch that are fused change weights without a new version."""
+    if _waiting:
+        written = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for recipe in _waiting:
+            if any(id(p) in written for p in recipe.head.parameters()):
+                recipe.stale.append(True)
+
+
+register_optimizer_step_post_hook(_note_step)
 
 
 class Logits(Lazy):
-    known = Lazy.known | {p.__get__ for p in _HISTORY}  # there is none yet, and wrappers for many GPUs ask for it
+    known = Lazy.known | {_GRAD_FN.__get__}  # None: there is no history yet, and DistributedDataParallel asks for it
     recipe: Recipe
 
     @staticmethod
@@ -114,7 +135,9 @@ class Logits(Lazy):
         labelled = target != ignore_index
         call, count = current_call(), labelled.sum()
         is_known = call is not None and ignore_index == IGNORE and target.numel() == call.known.positions
-        room = call.known.labels if call is not None and is_known else int(count)
+        room = call.known.labels if call is not None and is_known and not call.counted else int(count)
+        if call is not None:
+            call.counted = True  # a second loss may have other labels
         # Not `nonzero`, for which the host would wait. Where there is room for more, labels that are ignored follow.
         rows = (~labelled).byte().argsort(stable=True)[:room]
         loss = self._sum_losses(rows, target[rows], label_smoothing, ignore_index)
@@ -141,7 +164,8 @@ class Logits(Lazy):
         if not recipe.made:
             if noted is not None:
                 noted.append(True)
-            if [parameter._version for parameter in recipe.head.parameters()] != recipe.versions:
+            versions = [parameter._version for parameter in recipe.head.parameters()]
+            if recipe.stale or versions != recipe.versions:
                 raise RuntimeError(
                     "the logits of an accelerated model are computed when they are used, and its weights have changed "
                     "since: read them before the optimizer's step, or accelerate with loss=False"

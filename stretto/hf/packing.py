@@ -38,6 +38,7 @@ from stretto.hf.layers import is_touched, is_watched
 from stretto.hf.roles import Stack, is_ours
 
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # and what they are masks of
+OPTIONS = {"return_dict", "use_cache", "logits_to_keep"}  # of a call, which change no number of what was tried
 HANDED_ON = {  # what a model around layers may be given: they get it packed, or never
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask",
     "token_type_ids", "labels",
@@ -81,6 +82,11 @@ def _find_names(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(next(theirs).forward).parameters)[1:]
 
 
+def takes_any_name(module: nn.Module) -> bool:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
 def given_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(argument_names(module), args, strict=False)) | kwargs
 
@@ -95,6 +101,32 @@ def replace_argument(
     return args, kwargs | {name: value}
 
 
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """A module around layers, as it was when its model was tried."""
+
+    module: nn.Module
+    kind: Any
+    children: tuple[nn.Module | None, ...]
+    watched: bool
+
+    @classmethod
+    def note(cls, module: nn.Module) -> Outside:
+        return cls(module, type(module), tuple(module._modules.values()), is_watched(module))
+
+    def has_changed(self) -> bool:
+        """Whether somebody has put another class or other children there, or looks at its calls."""
+        now: Any = type(self.module)
+        replaced = now is not self.kind and not now.__module__.startswith(("torch.", "stretto."))  # FSDP's are derived
+        children = self.module._modules.values()
+        return (
+            replaced
+            or len(children) != len(self.children)
+            or any(child is not then for child, then in zip(children, self.children, strict=True))
+            or (not self.watched and is_watched(self.module))
+        )
+
+
 @dataclass(eq=False)
 class Seat:
     """What accelerate has decided for one model, which may be a part of another."""
@@ -103,6 +135,10 @@ class Seat:
     loss: bool
     packed: bool
     stack: Stack | None = None  # of layers that can run without padding
+    around: frozenset[nn.Module] = frozenset()  # the models that it is a part of
+    kin: frozenset[nn.Module] = frozenset()  # all models that were accelerated with it
+    outside: tuple[Outside, ...] = ()  # what is in it but in no layer
+    works_without_cache: bool = False
     layers: nn.ModuleList | None = None  # of which each but the last hands its result to the next one alone
     tried: Tried = UNTRIED
 
@@ -114,7 +150,11 @@ def enter(
     has to be returned; the one that owns a stack of layers decides about its packing."""
     if torch.compiler.is_compiling():
         return None
-    given, outer, names = given_arguments(model, args, kwargs), current_call(), argument_names(model)
+    given, names = given_arguments(model, args, kwargs), argument_names(model)
+    before = outer = current_call()
+    if outer is not None and outer.model is not None and outer.model not in seat.around:
+        outer = None  # a call of another model goes on; one of its own parts was left by an interrupt
+        before = None if before is not None and before.model in seat.kin else before
     labels = given.get("labels")
     known = known_batch.get() or (
         get_to_know(given, names, pad_id(model)) if seat.unpad and labels is not None else NOTHING
@@ -127,15 +167,17 @@ def enter(
         rectangle=(outer is not None and outer.rectangle)
         or _wants(model, given, "output_hidden_states")
         or (seat.unpad and known.labels_on_padding),
-        lazy=(outer is not None and outer.lazy)
+        lazy=(outer is not None and outer.lazy and torch.is_grad_enabled())
         or (seat.loss and labels is not None and model.training and torch.is_grad_enabled()),
+        before=before,
     )
     _look_outside(call, seat, given)
     if seat.layers is not None and not _wants(model, given, "output_hidden_states"):
         layers = tuple(seat.layers)
         call.chain = () if _is_recomputed(model, layers[0]) or any(map(is_touched, layers)) else layers[:-1]
     set_call(call)
-    if "use_cache" in names and model.training and given.get("use_cache") is None:
+    unwanted = seat.works_without_cache and model.training and not call.as_tuple
+    if unwanted and "use_cache" in names and given.get("use_cache") is None:
         args, kwargs = replace_argument(model, args, kwargs, "use_cache", False)  # nobody reads a cache while training
         given["use_cache"] = False
     if seat.stack is not None and seat.stack.is_whole():
@@ -148,10 +190,13 @@ def _look_outside(call: Call, seat: Seat, given: dict[str, Any]) -> None:
     outer = call.outer
     if outer is not None and outer.model is not None:
         call.trial, call.tried, call.given, call.ids = outer.trial, outer.tried, outer.given, outer.ids
+        call.as_tuple = outer.as_tuple
         return
+    call.as_tuple = given.get("return_dict") is False or getattr(call.model, "config", None).return_dict is False  # type: ignore[union-attr]
     call.trial, call.tried, call.ids = outer is not None and outer.trial, seat.tried, given.get("input_ids")
     call.given = frozenset(name for name, value in given.items() if value is not None)
-    if not call.trial and not is_familiar(call.model, given, seat.tried):  # type: ignore[arg-type]
+    familiar = call.trial or is_familiar(call.model, given, seat.tried)  # type: ignore[arg-type]
+    if not familiar or any(part.has_changed() for part in seat.outside):
         call.rectangle = True
 
 
@@ -163,10 +208,31 @@ def is_familiar(model: PreTrainedModel, given: Mapping[str, Any], tried: Tried) 
     labels = given.get("labels")
     if isinstance(labels, Tensor) and kind_of_labels(labels) != tried.labels:
         return False
-    strange = [name for name, value in given.items() if name not in tried.names and isinstance(value, Tensor)]
-    if any(given[name].ndim > 1 and given[name].shape[:2] == shape for name in strange):
-        return False
+    for name, value in given.items():
+        if name in tried.names or value is None:
+            continue
+        if isinstance(value, Tensor):
+            if value.ndim and (value.shape[:2] == shape or _may_point(name, value, shape)):
+                return False
+        elif isinstance(value, str | bool | int | float) and name not in OPTIONS and value != _default(model, name):
+            return False
     return wanted_outputs(model, given) == tried.options
+
+
+def _may_point(name: str, value: Tensor, shape: Any) -> bool:
+    """Whether it may say, for each row, which token is meant: whole numbers that are no labels."""
+    whole = not value.is_floating_point() and not name.endswith(("label", "labels"))
+    return whole and shape is not None and len(value) == shape[0]
+
+
+@cache
+def _defaults(kind: Any) -> dict[str, Any]:
+    return {name: p.default for name, p in inspect.signature(kind.forward).parameters.items()}
+
+
+def _default(model: nn.Module, name: str) -> Any:
+    kind: Any = type(model)
+    return _defaults(kind).get(name)
 
 
 def kind_of_labels(labels: Tensor) -> str:
@@ -186,7 +252,7 @@ def leave(model: nn.Module, args: Any, output: Any) -> None:
         return
     call = current_call()
     if call is not None and call.model is model:
-        set_call(call.outer)
+        set_call(call.before)
 
 
 def _wants(model: PreTrainedModel, given: Mapping[str, Any], name: str) -> bool:
@@ -281,9 +347,11 @@ def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed
         if unpad and not (cached or stack.problem or dropped or strange) and not any(map(is_watched, stack.inside)):
             _unpad(call, stack, tokens, given)
         return
+    if not packed and given.get("cu_seq_lens_q") is None and (cached or stack.problem):
+        return  # nobody has said that these positions are of documents: what they mean is up to the model
     problem = "the model keeps a cache: pass use_cache=False" if cached else stack.problem
     problem = "its layers are dropped at random" if stack.owner.training and _drops_layers(stack) else problem
-    exceeds = _exceeds_window(stack, documents.max_len)
+    exceeds = stack.exceeds_window(documents.max_len)
     if exceeds or strange:
         if given.get("cu_seq_lens_q") is None and not cached:
             return  # transformers' own mask has the window, and the ends of documents by position_ids
@@ -320,7 +388,7 @@ def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> N
     ids = given.get("input_ids")
     ids, pad = call.ids if ids is None else ids, pad_id(stack.owner)
     own = _read_mask(call.known, given.get("attention_mask"), shape, tokens.device, ids, pad)
-    if own is None or (own.facts.holes and stack.relative) or _exceeds_window(stack, own.layout.max_len):
+    if own is None or (own.facts.holes and stack.relative) or stack.exceeds_window(own.layout.max_len):
         return
     if not call.trial and not call.tried.covers(own.facts, call.given):
         return  # what the model around does with its layers' result may depend on padding
@@ -387,10 +455,6 @@ def _append(layout: Layout, fillers: int, facts: Facts) -> Layout:
 
 def _drops_layers(stack: Stack) -> bool:
     return bool(getattr(stack.owner, "layerdrop", 0.0))
-
-
-def _exceeds_window(stack: Stack, longest: int) -> bool:
-    return any(longest > window for window in stack.windows)
 
 
 def _has_rows(value: Any) -> bool:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from stretto.hf.call import Call, Tried, set_call
 from stretto.hf.draw import IDS, LENGTH, SIDES, Batch, draw_padded, masks_of, with_labels
-from stretto.hf.packing import argument_names, wanted_outputs
+from stretto.hf.packing import argument_names, takes_any_name, wanted_outputs
 from stretto.hf.roles import Stack
-from stretto.hf.trial import Stage, find_difference, in_precision_of, run
+from stretto.hf.trial import Result, Stage, find_difference, in_precision_of, run
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 def try_padding(stage: Stage, model: PreTrainedModel, packed: list[Stack], around: nn.Module) -> Tried:
     """The kinds of batch with which a model gives the same results without padding. A module around it that takes such
     batches is what is called, and may read padding, too."""
-    called = around if _takes_batches(stage, model, around) else model
+    called = around if _takes(stage, model, around) else model
     kinds: set[tuple[str, str]] = set()
     names: set[str] = set()
     labels, windows = None, [window for stack in packed for window in stack.windows]
@@ -45,14 +46,12 @@ def try_padding(stage: Stage, model: PreTrainedModel, packed: list[Stack], aroun
     return Tried(frozenset(kinds), frozenset(names), labels or "", wanted_outputs(model, {}))
 
 
-def _takes_batches(stage: Stage, model: PreTrainedModel, around: nn.Module) -> bool:
-    if around is model or not {"input_ids", "attention_mask"} <= set(argument_names(around)):
-        return False
-    try:
-        batch = draw_padded(model, ("right",), ("own",), "ids")
-        return batch is not None and _compare(stage, around, batch, "") is not None
-    except Exception:
-        return False
+def _takes(stage: Stage, model: PreTrainedModel, around: nn.Module) -> bool:
+    """Whether a module takes batches by the names of their parts; one that takes any names, if it can be run so."""
+    if {"input_ids", "attention_mask"} <= set(argument_names(around)):
+        return True
+    batch = draw_padded(model, ("right",), ("own",), "ids") if takes_any_name(around) else None
+    return batch is not None and _compare(stage, around, batch, "") is not None
 
 
 def _try_batch(
@@ -68,24 +67,30 @@ def _try_batch(
     try:
         sides, sorts = (list(dict.fromkeys(each)) for each in zip(*some, strict=True))
         batch = draw_padded(model, sides, sorts, form, length)
-        for sort, inputs in with_labels(model, batch, called) if batch is not None else ():
+        if batch is None:
+            return None
+        for sort, inputs in with_labels(model, batch, called):
             if labels is not None and sort != labels:
                 continue
             same = _compare(stage, called, inputs, sort)
             if same is not None:
-                return (sort, set(inputs)) if same else None
+                # What a model does may depend on whether there are labels, and whether it is trained.
+                others = [_compare(stage, called, batch, ""), _compare(stage, called, inputs, sort, training=True)]
+                return (sort, set(inputs)) if same and False not in others else None
     except Exception as error:
         log.debug("%s cannot be tried with padding: %s", type(model).__name__, error)
     return None
 
 
-def _compare(stage: Stage, model: nn.Module, inputs: Batch, labels: str) -> bool | None:
-    """Whether a batch gives the same results without its padding; None where the model does not take it."""
-    results = []
-    if not isinstance(model, PreTrainedModel):
+def _compare(stage: Stage, model: nn.Module, inputs: Batch, labels: str, training: bool = False) -> bool | None:
+    """Whether a batch gives the same results without its padding; None where the model does not take it, or gives, in
+    training, another result each time."""
+    if not isinstance(model, PreTrainedModel) and not takes_any_name(model):
         inputs = {name: value for name, value in inputs.items() if name in argument_names(model)}
-    with stage.set_up():
-        for trial in (False, True):
+    results: list[Result] = []
+    for trial in (False, False, True) if training else (False, True):
+        with stage.set_up(training=training):
+            torch.manual_seed(len(results))
             call = Call(None, None, rectangle=not trial, lazy=False, trial=trial)
             set_call(call)
             try:
@@ -96,7 +101,9 @@ def _compare(stage: Stage, model: nn.Module, inputs: Batch, labels: str) -> bool
                 return False if trial else None
             finally:
                 set_call(None)
-    return call.ran_packed and find_difference(results[1], results[0]) is None
+    if training and find_difference(results[1], results[0]):
+        return None
+    return call.ran_packed and find_difference(results[-1], results[0]) is None
 
 
 def _sides(packed: list[Stack]) -> list[str]:

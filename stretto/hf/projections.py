@@ -71,7 +71,11 @@ class FusedAttention(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layers: list[Any] = [getattr(self, name) for name in self.parts.linears] if is_deferring() else []
-        if not layers or not all(isinstance(layer, FusedProjection) and layer.is_intact() for layer in layers):
+        if (
+            not layers
+            or not all(isinstance(layer, FusedProjection) and layer.is_intact() for layer in layers)
+            or len({layer.bias is None for layer in layers}) > 1
+        ):
             return super().forward(*args, **kwargs)
         before = _together.set(Together(layers))
         try:

@@ -91,13 +91,21 @@ class Stack:
     attention: nn.Module  # one of theirs
     depth: Any  # what the owner's configuration says of their number
     inside: tuple[nn.Module, ...]  # the layers and all modules in them
+    members: tuple[nn.Module, ...]  # the layers
     windows: set[int] = field(default_factory=set)  # beyond which tokens do not see each other
     problem: str | None = None
 
     def is_whole(self) -> bool:
         """Whether the owner still has these layers, all of them, and they the attention that was chosen for them."""
         same = self.owner.get_submodule(self.path) is self.layers and _depth(self.owner) == self.depth
-        return same and self.attention.config._attn_implementation == NAME  # type: ignore[union-attr]
+        same = same and len(self.layers) <= len(self.members)
+        same = same and all(now is then for now, then in zip(self.layers, self.members, strict=False))
+        causal = bool(getattr(self.attention, "is_causal", True)) == self.causal
+        return same and causal and self.attention.config._attn_implementation == NAME  # type: ignore[union-attr]
+
+    def exceeds_window(self, longest: int) -> bool:
+        """Whether some tokens of such a row do not see each other. The configuration's window may be another by now."""
+        return any(longest > window for window in (*self.windows, *_windows(self.owner.config)))
 
 
 def sites(model: nn.Module) -> list[Site]:
@@ -319,9 +327,9 @@ def _describe(
     relative = any("position_bias" in inspect.signature(type(m).forward).parameters for m in attentions)
     problem = None if "attention_mask" in parameters else "its layers take no attention_mask"
     windows = {w for thing in (owner.config, *layers.modules()) for w in _windows(thing)}
-    inside = tuple(layers.modules())[1:]
-    of = (name, owner, layers, causal, len(attentions) > 1, relative, path, attentions[0], _depth(owner), inside)
-    return Stack(*of, windows=windows, problem=problem)
+    inside, members = tuple(layers.modules())[1:], tuple(layers)
+    of = (name, owner, layers, causal, len(attentions) > 1, relative, path, attentions[0], _depth(owner))
+    return Stack(*of, inside, members, windows, problem)
 
 
 def _windows(thing: Any) -> list[int]:

@@ -134,7 +134,8 @@ def _add_pulls(record: Record, tokens: dict[nn.Module, Tokens]) -> None:
 def restore(model: Model) -> Model:
     """Undoes `accelerate`: the classes and the attention that were there before."""
     _record(model).journal.undo_all()
-    del model._stretto
+    for module in model.modules():
+        vars(module).pop("_stretto", None)  # it may be inside of an adapter's model
     return model
 
 
@@ -197,6 +198,10 @@ def _check(model: nn.Module) -> None:
         raise ValueError(f"accelerate the model inside {name}, before it is wrapped")
     if is_accelerated(model):
         raise ValueError(f"this {name} is accelerated already; stretto.restore(model) undoes it")
+    if any(hasattr(type(module), "made_of") for module in model.modules()):
+        raise ValueError(
+            f"a part of this {name} is accelerated already, as a part of another model: restore that first"
+        )
     for parameter_name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{parameter_name} is on the meta device: load the weights before accelerate(model)")

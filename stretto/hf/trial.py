@@ -16,7 +16,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -51,12 +51,12 @@ class Stage:
         self.values: dict[bool, list[Tensor]] = {}  # of the parameters, exact and not
 
     @contextmanager
-    def set_up(self, exact: bool = True) -> Iterator[None]:
-        """`exact`: in fp32, or fp64; otherwise in the model's own precision."""
+    def set_up(self, exact: bool = True, training: bool = False) -> Iterator[None]:
+        """`exact`: in fp32, or fp64; otherwise in the model's own precision. `training`: but without dropout."""
         with contextlib.ExitStack() as stack:
             for layers, length in self.lengths:
                 stack.enter_context(_shortened(layers, length))
-            stack.enter_context(quietly(self.model))
+            stack.enter_context(quietly(self.model, training))
             stack.enter_context(_remembered(self.model))
             stack.enter_context(_without_tf32())
             device = next((p.device.type for p in self.model.parameters()), "cpu")
@@ -120,9 +120,10 @@ def _disguised(
         for p, value in zip(parameters, values, strict=True):
             p.data = value
             p.requires_grad_(True)
-        for module in model.modules() if exact else ():
+        for module in model.modules():
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else _widen(buffer)
+                if buffer is not None:  # a copy: some are written to
+                    module._buffers[name] = _widen(buffer.clone()) if exact else buffer.clone()
         yield
     finally:
         for p, data, wanted in before:
@@ -197,6 +198,8 @@ def run(
         outputs = dict(_tensors("", out))
         if loss_only:
             outputs = {"loss": outputs["loss"]}
+        if not outputs:
+            raise ValueError("it gives nothing that could be compared")
         kept = {name: _keep_real(_plain(value), masks, 2 if scores else 3) for name, value in outputs.items()}
         gradients = _differentiate(kept, parameters) if parameters else {}
     return Result({name: value.detach() for name, value in kept.items()}, gradients)
@@ -204,8 +207,9 @@ def run(
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield name or "result", value
+        yield name or "result", value
+    elif is_dataclass(value) and not isinstance(value, Mapping):
+        yield from _tensors(name, vars(value))
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _tensors(f"{name}.{key}".lstrip("."), inner)
@@ -229,7 +233,7 @@ def _differentiate(outputs: Mapping[str, Tensor], parameters: Mapping[str, Tenso
     total = sum(
         (value * torch.randn(value.shape, generator=_generator("cpu", 1)).to(value)).sum().double()
         for value in outputs.values()
-        if value.requires_grad
+        if value.requires_grad and value.is_floating_point()
     )
     if not isinstance(total, Tensor):
         return {}
@@ -259,7 +263,8 @@ def find_loss_of_precision(found: Result, plain: Result, exact: Result) -> str |
     problem = _find_other_shape(found, plain)
     if problem:
         return problem
-    groups = [[r.outputs[name] for r in (found, plain, exact)] for name in exact.outputs]
+    real = [name for name, value in exact.outputs.items() if value.is_floating_point()]
+    groups = [[r.outputs[name] for r in (found, plain, exact)] for name in real]
     names = [name for name in exact.gradients if name in found.gradients and name in plain.gradients]
     if names:
         groups.append([_join([r.gradients[name] for name in names]) for r in (found, plain, exact)])
@@ -287,10 +292,12 @@ def _find_other_shape(found: Result, expected: Result) -> str | None:
 
 
 def _is_near(found: Tensor, expected: Tensor, relative: float, absolute: float) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
     difference, size = (found - expected).norm(), expected.norm()
-    if not size.isfinite():  # the model itself gives no numbers in some places: the same ones
+    if not size.isfinite():  # the model itself gives no numbers in some places: the same ones, and not everywhere
         finite = expected.isfinite()
-        if not torch.equal(finite, found.isfinite()):
+        if not torch.equal(finite, found.isfinite()) or not finite.any():
             return False
         difference, size = ((value.where(finite, 0)).norm() for value in (found - expected, expected))
     return bool(difference <= relative * size + absolute + 1e-30)

@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from transformers.models.bert.modeling_bert import BertLayer
 
 import stretto
 import stretto.hf
@@ -583,3 +585,181 @@ def test_nothing_that_waits_is_seen_by_a_hook() -> None:
     model(**draw_batch("gpt2", None))
     flat = [value for args, out in seen for value in (*args, out)]
     assert flat and not any(isinstance(value, Pending) for value in flat)
+
+
+# What heads of the user's read, and what is changed around layers
+
+
+class Odd(hf.BertPreTrainedModel):
+    """A model of the user's, with a head that reads what no model of transformers reads."""
+
+    def __init__(self, config: Any, reads: Callable[..., Tensor]) -> None:
+        super().__init__(config)
+        self.bert, self.reads, self.norm = hf.BertModel(config, add_pooling_layer=False), reads, nn.BatchNorm1d(32)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, index: Tensor | None = None, pooling: str = "first"
+    ) -> dict[str, Tensor]:
+        hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return {"result": self.reads(self, hidden, index, pooling)}
+
+
+ODD: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "fourth": (lambda self, hidden, index, pooling: hidden[:, 3], {}),
+    "first four": (lambda self, hidden, index, pooling: hidden[:, :4].mean(1), {}),
+    "third from the end": (lambda self, hidden, index, pooling: hidden[:, -3], {}),
+    "an argument's": (
+        lambda self, hidden, index, pooling: hidden[:, 0] if index is None else hidden[torch.arange(3), index],
+        {"index": torch.tensor([8, 8, 8])},
+    ),
+    "an option's": (
+        lambda self, hidden, index, pooling: hidden.mean(1) if pooling == "mean" else hidden[:, 0],
+        {"pooling": "mean"},
+    ),
+    "statistics": (lambda self, hidden, index, pooling: self.norm(hidden.flatten(0, 1)).view(hidden.shape)[:, 0], {}),
+    "in training": (lambda self, hidden, index, pooling: hidden.mean(1) if self.training else hidden[:, 0], {}),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_whatever_a_head_reads(what: str) -> None:
+    reads, options = ODD[what]
+    torch.manual_seed(0)
+    model = Odd(build("bert").config, reads).train()
+    plain = copy.deepcopy(model)
+    stretto.accelerate(model)
+    batch = pad(draw_ids(), (9, 2, 5), 1)
+    torch.testing.assert_close(model(**batch, **options), plain(**batch, **options), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, rtol=1e-4, atol=1e-5)
+
+
+def mean_instead(model: Any) -> None:
+    model.bert.pooler.forward = lambda hidden: hidden.mean(1)
+
+
+def hook_instead(model: Any) -> None:
+    model.bert.pooler.register_forward_hook(lambda _, args, out: args[0].mean(1))
+
+
+def other_pooler(model: Any) -> None:
+    class Mean(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.mean(1)
+
+    model.bert.pooler = Mean()
+
+
+@pytest.mark.parametrize("change", [mean_instead, hook_instead, other_pooler])
+def test_heads_that_read_padding_later(change: Callable[[Any], None]) -> None:
+    plain, model = build("bert-classes").eval(), stretto.accelerate(build("bert-classes")).eval()
+    change(plain)
+    change(model)
+    batch = draw_batch("bert-classes")
+    torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_interrupt_inside_a_call_is_forgotten() -> None:
+    model: Any = stretto.accelerate(build("bert"))
+    other = stretto.accelerate(build("bert-classes"))
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.bert.encoder.layer[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**draw_batch("bert"))
+    hook.remove()
+    for each, family in ((other, "bert-classes"), (model, "bert")):
+        expected = learn(build(family), draw_batch(family))
+        torch.testing.assert_close(learn(each, draw_batch(family)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_inside_of_a_student() -> None:
+    """A model that is called in the forward pass of another is not a part of it."""
+    teacher = stretto.accelerate(build("llama")).train()
+    student: Any = stretto.accelerate(build("llama")).train()
+    batch, seen = draw_batch("llama"), []
+
+    def ask(*args: Any) -> None:
+        with torch.no_grad():
+            seen.append(teacher(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits)
+
+    student.model.norm.register_forward_hook(ask)
+    expected = learn(build("llama"), batch)
+    torch.testing.assert_close(learn(student, batch), expected, rtol=1e-3, atol=1e-5)
+    assert type(seen[0]) is Tensor and not seen[0].requires_grad
+    assert all(p.grad is None for p in teacher.parameters())
+    torch.testing.assert_close(seen[0][batch["attention_mask"] != 0], expected["logits"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["wrap", "replace"])
+def test_layers_that_are_wrapped_or_replaced(change: str) -> None:
+    found = []
+    for model in (build("bert"), stretto.accelerate(build("bert"))):
+        inner: Any = model
+        if change == "wrap":
+            apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, BertLayer))
+        else:
+            torch.manual_seed(0)
+            inner.bert.encoder.layer[0] = BertLayer(inner.config)
+        result = learn(model, draw_batch("bert"))
+        found.append({name.replace("_checkpoint_wrapped_module.", ""): value for name, value in result.items()})
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_bias_that_comes_later() -> None:
+    models: Any = [build("llama"), stretto.accelerate(build("llama"))]
+    for model in models:
+        for layer in model.model.layers:
+            layer.mlp.up_proj.bias = nn.Parameter(torch.full((48,), 0.3))
+            layer.self_attn.q_proj.bias = nn.Parameter(torch.full((32,), 0.3))
+    found = [learn(model, draw_batch("llama")) for model in models]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+
+
+def test_logits_are_not_read_behind_a_fused_step() -> None:
+    """Torch's fused optimizers change weights without a new version."""
+    model = stretto.accelerate(build("llama"))
+    out = model(**draw_batch("llama"))
+    out.loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+    with pytest.raises(RuntimeError, match="its weights have changed"):
+        out.logits.sum()
+
+
+class Weighed(hf.LlamaForCausalLM):
+    """A second loss of the same logits, with more labels."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        flat = out.logits.view(-1, out.logits.shape[-1])
+        out.loss = out.loss + nn.functional.cross_entropy(flat.float(), input_ids.flatten())
+        return out
+
+
+def test_two_losses_of_one_tensor() -> None:
+    losses = []
+    for fast in (False, True):
+        model: Any = build("llama")
+        model.__class__ = Weighed
+        batch = draw_batch("llama", None)
+        batch["labels"] = batch["labels"].where(torch.arange(9) > 5, -100)
+        losses.append((stretto.accelerate(model) if fast else model)(**batch).loss.detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+
+
+def test_restore_leaves_what_others_have_changed() -> None:
+    model: Any = stretto.accelerate(build("llama"))
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    expected = learn(model, draw_batch("llama"))
+    found = learn(stretto.restore(model), draw_batch("llama"))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_tuples_have_their_places() -> None:
+    for family in ("llama", "t5"):
+        ours, theirs = (
+            m(**draw_batch(family), return_dict=False) for m in (stretto.accelerate(build(family)), build(family))
+        )
+        assert len(ours) == len(theirs)
