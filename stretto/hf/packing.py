@@ -38,7 +38,7 @@ from stretto.hf.layers import is_touched, is_watched
 from stretto.hf.roles import Stack, is_ours
 
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # and what they are masks of
-OPTIONS = {"return_dict", "use_cache", "logits_to_keep"}  # of a call, which change no number of what was tried
+OPTIONS = {"return_dict", "use_cache", "logits_to_keep", "num_items_in_batch"}  # of a call, which read no token
 HANDED_ON = {  # what a model around layers may be given: they get it packed, or never
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask",
     "token_type_ids", "labels",
@@ -171,7 +171,7 @@ def enter(
         or (seat.loss and labels is not None and model.training and torch.is_grad_enabled()),
         before=before,
     )
-    _look_outside(call, seat, given)
+    _look_outside(call, model, seat, given)
     if seat.layers is not None and not _wants(model, given, "output_hidden_states"):
         layers = tuple(seat.layers)
         call.chain = () if _is_recomputed(model, layers[0]) or any(map(is_touched, layers)) else layers[:-1]
@@ -185,17 +185,17 @@ def enter(
     return args, kwargs
 
 
-def _look_outside(call: Call, seat: Seat, given: dict[str, Any]) -> None:
+def _look_outside(call: Call, model: PreTrainedModel, seat: Seat, given: dict[str, Any]) -> None:
     """What the outermost model was given, and whether it was tried with that."""
     outer = call.outer
     if outer is not None and outer.model is not None:
         call.trial, call.tried, call.given, call.ids = outer.trial, outer.tried, outer.given, outer.ids
         call.as_tuple = outer.as_tuple
         return
-    call.as_tuple = given.get("return_dict") is False or getattr(call.model, "config", None).return_dict is False  # type: ignore[union-attr]
+    call.as_tuple = not _wants(model, given, "return_dict")
     call.trial, call.tried, call.ids = outer is not None and outer.trial, seat.tried, given.get("input_ids")
     call.given = frozenset(name for name, value in given.items() if value is not None)
-    familiar = call.trial or is_familiar(call.model, given, seat.tried)  # type: ignore[arg-type]
+    familiar = call.trial or is_familiar(model, given, seat.tried)
     if not familiar or any(part.has_changed() for part in seat.outside):
         call.rectangle = True
 
