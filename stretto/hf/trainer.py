@@ -46,9 +46,10 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         model = _accelerate_once(self.model)
         self.meter = Meter(model)
-        handler = self.accelerator.ddp_handler  # which has the argument already
-        if dropping_of(model) is not None and self.args.ddp_find_unused_parameters is None and handler is not None:
-            handler.find_unused_parameters = True
+        if dropping_of(model) is not None and self.args.ddp_find_unused_parameters is None:
+            self.args.ddp_find_unused_parameters = True
+            if self.accelerator.ddp_handler is not None:  # which was given the argument as it was
+                self.accelerator.ddp_handler.find_unused_parameters = True
         if self.label_smoother is not None:
             self.label_smoother = LeanSmoother(self.label_smoother.epsilon)
 
