@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE
 from stretto.hf.packing import argument_names, pad_id, takes_any_name
+from stretto.hf.trial import Batch
 
-Batch = dict[str, Any]
 SIDES = ("right", "left", "holes", "empty")
 IDS = ("own", "other")
 LENGTH, TARGET = 6, 5  # tokens of a row; the decoder's of a pair

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stretto.hf.attention import DistanceBias, register
 from stretto.hf.call import UNTRIED, Call, set_call
-from stretto.hf.draw import Batch, draw_padded, draw_stack_batches, masks_of, with_labels
+from stretto.hf.draw import draw_padded, draw_stack_batches, masks_of, with_labels
 from stretto.hf.journal import Journal, mix, original
 from stretto.hf.layer_drop import Dropping, SwitchedLayer
 from stretto.hf.layers import (
@@ -51,6 +50,7 @@ from stretto.hf.roles import (
     sites,
 )
 from stretto.hf.trial import (
+    Batch,
     Result,
     Stage,
     attempt,
@@ -60,6 +60,7 @@ from stretto.hf.trial import (
     find_loss_of_precision,
     find_stand_ins,
     in_precision_of,
+    is_half,
     run,
 )
 
@@ -80,7 +81,7 @@ def compare(site: Site) -> str | None:
         return "its children have hooks"
     try:
         exact = _compare_copies(site, exact=True)
-        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in site.module.parameters())
+        half = any(map(is_half, site.module.parameters()))
         if isinstance(exact, str) or not half:
             return exact if isinstance(exact, str) else None
         return str(_compare_copies(site, False, exact) or "") or None

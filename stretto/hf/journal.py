@@ -18,9 +18,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from stretto.hf.layers import Parts
-
-NONE = Parts()
+from stretto.hf.layers import NONE, Parts
 
 
 class Missing:

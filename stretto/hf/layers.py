@@ -53,6 +53,9 @@ class Parts:
     children: tuple[tuple[str, Any, str | None], ...] = ()  # all that it uses, as `describe_child` has them
 
 
+NONE = Parts()
+
+
 def describe_child(module: nn.Module, name: str) -> tuple[str, Any, str | None]:
     """Name, class and options: a child of another description is another function."""
     child = module._modules[name]

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stretto.hf.call import Call, Tried, set_call
-from stretto.hf.draw import IDS, LENGTH, SIDES, Batch, draw_padded, masks_of, with_labels
+from stretto.hf.draw import IDS, LENGTH, SIDES, draw_padded, masks_of, with_labels
 from stretto.hf.packing import argument_names, takes_any_name, wanted_outputs
 from stretto.hf.roles import Stack
-from stretto.hf.trial import Result, Stage, find_difference, in_precision_of, run
+from stretto.hf.trial import Batch, Result, Stage, find_difference, in_precision_of, run
 
 log = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stretto.hf.layers import (
+    NONE,
     AffineNorm,
     Fused,
     FusedDense,
@@ -46,7 +47,6 @@ from stretto.ops.activation import GATES
 from stretto.ops.norm import MAX_WIDTH
 
 log = logging.getLogger(__name__)
-NONE = Parts()
 NAME = "stretto"  # of our attention, in transformers' interface
 ROWS = 64  # enough that a dropout nobody told us of drops something
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

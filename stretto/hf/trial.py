@@ -47,7 +47,7 @@ class Stage:
     def __init__(self, model: nn.Module, lists: Sequence[nn.ModuleList]) -> None:
         self.model = model
         self.lengths = [(layers, find_stand_ins(layers)[1]) for layers in lists]
-        self.has_halves = any(_is_half(p) for p in model.parameters())
+        self.has_halves = any(is_half(p) for p in model.parameters())
         self.values: dict[bool, list[Tensor]] = {}  # of the parameters, exact and not
 
     @contextmanager
@@ -132,7 +132,7 @@ def _disguised(
 
 
 def _widen(values: Tensor) -> Tensor:
-    return values.float() if _is_half(values) else values
+    return values.float() if is_half(values) else values
 
 
 def _disturb(values: Tensor, seed: int) -> Tensor:
@@ -148,10 +148,10 @@ def disguised_copy(module: nn.Module, exact: bool) -> nn.Module:
     for number, p in enumerate(made.parameters()):
         p.data = _disturb(p.data, number)
         p.requires_grad_(True)
-    return made.float() if exact and any(_is_half(p) for p in made.parameters()) else made
+    return made.float() if exact and any(is_half(p) for p in made.parameters()) else made
 
 
-def _is_half(values: Tensor) -> bool:
+def is_half(values: Tensor) -> bool:
     return values.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -270,7 +270,7 @@ def find_loss_of_precision(found: Result, plain: Result, exact: Result) -> str |
         groups.append([_join([r.gradients[name] for name in names]) for r in (found, plain, exact)])
     for ours, theirs, truth in groups:
         error, usual = ((value.float() - truth.float()).norm() for value in (ours, theirs))
-        rounding = torch.finfo(theirs.dtype if _is_half(theirs) else torch.bfloat16).eps * truth.float().norm()
+        rounding = torch.finfo(theirs.dtype if is_half(theirs) else torch.bfloat16).eps * truth.float().norm()
         if usual.isfinite() and not error <= 4 * usual + 8 * rounding:
             return "in its precision it gives other results"
     return None
