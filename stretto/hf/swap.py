@@ -28,6 +28,7 @@ from stretto.hf.layers import AffineNorm, Tokens
 from stretto.hf.packing import Seat
 from stretto.hf.roles import Site, Stack, sites, stacks
 from stretto.hf.standardize import Pulling, find_problem, note_tokens, plan_pulls
+from stretto.hf.trial import checked_indices
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -100,18 +101,19 @@ def accelerate(
     _check(model)
     record, done = Record(Report(()), steps=steps), list[Site]()
     try:
-        chained = stacks(model)
-        if layer_drop:
-            tried = [(stack, next(draw_stack_batches(stack.owner, stack.crosses), None)) for stack in chained]
-            record.dropping = plan_drops(model, tried, _read_options("layer_drop", layer_drop), seed, done)
-        tokens: dict[nn.Module, Tokens] = {}
-        if standardize:
-            options = _read_options("standardize", standardize)
-            record.pulling, tokens = _swap_norms(model, chained, options, record.journal, done)
-        exchanges = Exchanges(model, chained, record.journal, done, unpad, loss, packed)
-        exchanges.make_all(fused, record.dropping)
-        record.seats = exchanges.seats
-        _add_pulls(record, tokens)
+        with checked_indices(model):
+            chained = stacks(model)
+            if layer_drop:
+                tried = [(stack, next(draw_stack_batches(stack.owner, stack.crosses), None)) for stack in chained]
+                record.dropping = plan_drops(model, tried, _read_options("layer_drop", layer_drop), seed, done)
+            tokens: dict[nn.Module, Tokens] = {}
+            if standardize:
+                options = _read_options("standardize", standardize)
+                record.pulling, tokens = _swap_norms(model, chained, options, record.journal, done)
+            exchanges = Exchanges(model, chained, record.journal, done, unpad, loss, packed)
+            exchanges.make_all(fused, record.dropping)
+            record.seats = exchanges.seats
+            _add_pulls(record, tokens)
     except BaseException:
         record.journal.undo_all()
         raise

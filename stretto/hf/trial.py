@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.hf.journal import Journal
 from stretto.hf.lazy import Lazy
@@ -301,6 +302,76 @@ def _is_near(found: Tensor, expected: Tensor, relative: float, absolute: float) 
             return False
         difference, size = ((value.where(finite, 0)).norm() for value in (found - expected, expected))
     return bool(difference <= relative * size + absolute + 1e-30)
+
+
+def checked_indices(model: nn.Module) -> AbstractContextManager[object]:
+    """An index out of range is an error that can be caught. On a GPU it is none by itself: it ends all use of the GPU
+    in the process, and a model on trial is given batches that nobody has promised to give it."""
+    on_gpu = any(p.is_cuda for p in model.parameters())
+    return IndexCheck() if on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+
+
+class IndexCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks before each operation whether it would fail on the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        check = _CHECKS.get(func.overloadpacket)
+        if check is not None:
+            check(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_range(index: Tensor, low: int, high: int) -> None:
+    if index.numel() and not index.is_meta:
+        first, last = (int(bound) for bound in index.aminmax())
+        if first < low or last >= high:
+            raise IndexError(f"index {first if first < low else last} is out of range for size {high}")
+
+
+def _check_along(values: Tensor, dim: int, index: Tensor, *others: Any) -> None:
+    _check_range(index, 0, values.shape[dim] if values.ndim else 1)
+
+
+def _check_indices(values: Tensor, indices: Sequence[Tensor | None], *others: Any) -> None:
+    dim = 0
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        if index is not None and not is_mask:
+            _check_range(index, -values.shape[dim], values.shape[dim])
+        dim += index.ndim if index is not None and is_mask else 1
+
+
+def _check_rows(table: Tensor, index: Tensor, *others: Any) -> None:
+    _check_range(index, 0, len(table))
+
+
+def _check_classes(scores: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, *others: Any) -> None:
+    _check_range(target[target != ignore], 0, scores.shape[1 if scores.ndim > 1 else 0])
+
+
+def _check_probabilities(values: Tensor, *others: Any) -> None:
+    if not values.is_meta and not bool(((values >= 0) & (values <= 1)).all()):
+        raise ValueError("a probability is not between 0 and 1")
+
+
+def _check_true(condition: Tensor, *message: Any) -> None:
+    if not condition.is_meta and not bool(condition):
+        raise ValueError(f"{(*message, 'an assertion failed')[0]}")
+
+
+_aten = torch.ops.aten
+_along = (
+    *("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+    *("index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"),
+)
+_CHECKS: dict[Any, Callable[..., None]] = {
+    **{getattr(_aten, name): _check_along for name in _along},
+    **{getattr(_aten, name): _check_indices for name in ("index", "index_put", "index_put_")},
+    _aten.embedding: _check_rows,
+    **{getattr(_aten, name): _check_classes for name in ("nll_loss_forward", "nll_loss2d_forward")},
+    _aten.binary_cross_entropy: _check_probabilities,
+    _aten._assert_async: _check_true,
+}  # what asserts on the device
 
 
 def attempt(journal: Journal, change: Callable[[], bool], check: Callable[[], str | None]) -> tuple[bool, str | None]:

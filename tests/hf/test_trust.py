@@ -22,7 +22,7 @@ import stretto.hf
 from stretto.hf.journal import Journal
 from stretto.hf.layers import Parts
 from stretto.hf.pending import Pending
-from stretto.hf.trial import find_stand_ins
+from stretto.hf.trial import IndexCheck, find_stand_ins
 from tests.hf.families import CLASSES, VOCAB, Batch, build, draw_batch, learn
 from tests.hf.test_packing import count_tokens
 
@@ -763,3 +763,33 @@ def test_tuples_have_their_places() -> None:
             m(**draw_batch(family), return_dict=False) for m in (stretto.accelerate(build(family)), build(family))
         )
         assert len(ours) == len(theirs)
+
+
+SIZES = {"layers": 2, "attention_heads": 2, "ffn_dim": 48}
+BAD_INDICES = {
+    "gather": lambda: torch.ones(2, 3).gather(1, torch.tensor([[-1], [0]])),
+    "scatter": lambda: torch.zeros(2, 3).scatter(1, torch.tensor([[3], [0]]), 1.0),
+    "index_select": lambda: torch.ones(2, 3).index_select(0, torch.tensor([2])),
+    "index": lambda: torch.ones(2, 3)[torch.tensor([True, False]), torch.tensor([3])],
+    "index_put": lambda: torch.ones(2, 3).index_put_((torch.tensor([-3]),), torch.ones(())),
+    "embedding": lambda: torch.nn.functional.embedding(torch.tensor([4]), torch.ones(4, 2)),
+    "cross_entropy": lambda: torch.nn.functional.cross_entropy(torch.ones(2, 3), torch.tensor([-100, 3])),
+    "binary_cross_entropy": lambda: torch.nn.functional.binary_cross_entropy(torch.tensor([1.5]), torch.tensor([1.0])),
+    "assert": lambda: torch._assert_async(torch.tensor(False)),
+}
+
+
+@pytest.mark.parametrize("operation", BAD_INDICES)
+def test_what_would_end_a_gpu_is_an_error_before(operation: str) -> None:
+    """The check's own error, not torch's, which a CPU raises as well."""
+    with IndexCheck(), pytest.raises((IndexError, ValueError), match=r"range for size|between 0 and 1|assertion"):
+        BAD_INDICES[operation]()
+
+
+@pytest.mark.gpu
+def test_a_batch_that_a_model_cannot_read_does_not_end_the_gpu() -> None:
+    """mBART looks for the last label of each row, and a trial has rows without any."""
+    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIZES.items()}
+    config = hf.MBartConfig(vocab_size=VOCAB, d_model=32, max_position_embeddings=32, **sizes)
+    model = stretto.accelerate(hf.MBartForConditionalGeneration(config).to("cuda"))
+    assert model(**{name: value.to("cuda") for name, value in draw_batch("bart").items()}).loss.isfinite()
