@@ -86,7 +86,10 @@ def with_labels(model: PreTrainedModel, batch: Batch, called: nn.Module) -> Iter
         real = mask != 0
         real[:, 1:] &= mask[:, :-1] != 0  # a causal model predicts from the position before
         plain = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
-        yield "tokens", plain | {"labels": labels.where(real, IGNORE)}
+        of_tokens = plain | {"labels": labels.where(real, IGNORE)}
+        yield "tokens", of_tokens
+        some = real.any(1)  # mBART fails at a row without labels
+        yield "tokens", {name: of[some] if isinstance(of, Tensor) else of for name, of in of_tokens.items()}
         rows = torch.arange(len(mask), device=mask.device) % max(classes, 1)
         alone = {name: value for name, value in plain.items() if name != "decoder_attention_mask"}
         yield "rows", alone | {"labels": rows.float() if classes == 1 else rows}

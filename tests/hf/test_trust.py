@@ -22,6 +22,7 @@ import stretto.hf
 from stretto.hf.journal import Journal
 from stretto.hf.layers import Parts
 from stretto.hf.pending import Pending
+from stretto.hf.swap import outermost
 from stretto.hf.trial import IndexCheck, find_stand_ins
 from tests.hf.families import CLASSES, VOCAB, Batch, build, draw_batch, learn
 from tests.hf.test_packing import count_tokens
@@ -786,10 +787,20 @@ def test_what_would_end_a_gpu_is_an_error_before(operation: str) -> None:
         BAD_INDICES[operation]()
 
 
-@pytest.mark.gpu
-def test_a_batch_that_a_model_cannot_read_does_not_end_the_gpu() -> None:
-    """mBART looks for the last label of each row, and a trial has rows without any."""
+def build_mbart() -> nn.Module:
     sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIZES.items()}
     config = hf.MBartConfig(vocab_size=VOCAB, d_model=32, max_position_embeddings=32, **sizes)
-    model = stretto.accelerate(hf.MBartForConditionalGeneration(config).to("cuda"))
+    return hf.MBartForConditionalGeneration(config)
+
+
+def test_a_model_that_fails_without_labels_loses_its_padding_with_them() -> None:
+    """mBART looks for the last label of each row."""
+    model = stretto.accelerate(build_mbart())
+    tried = outermost(model)[1]
+    assert tried.labels == "tokens" and {("right", "own"), ("left", "own")} <= tried.kinds
+
+
+@pytest.mark.gpu
+def test_a_batch_that_a_model_cannot_read_does_not_end_the_gpu() -> None:
+    model = stretto.accelerate(build_mbart().to("cuda"))
     assert model(**{name: value.to("cuda") for name, value in draw_batch("bart").items()}).loss.isfinite()
