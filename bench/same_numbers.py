@@ -38,7 +38,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "images": {"data.train": "images.npz", "data.batch_size": 6, "model.preset": "vit-tiny", "data.held_out": 0.25},
 }  # fmt: skip
 PRE = {"model.norm_order": "pre"}
-FUSED = {"": {}, "fused": {"techniques.fused": True}}
+FUSED = {"": {"techniques.fused": False}, "fused": {"techniques.fused.weights": "fp32"}}
 DROPS: dict[str, dict[str, Any]] = {
     "": {},
     "drop": PRE | {"techniques.layer_drop": True},

@@ -102,13 +102,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Depth:
-    """Which blocks of a stack work on a batch (techniques/layer_drop.py). The pattern is part of the batch's shape."""
+    """Which blocks of a stack work on a batch. The pattern is part of the batch's shape."""
 
     scales: Tensor  # fp32 [L]
     parts: dict[int, Part]  # by the number of the block; all other blocks are left out
-    whole: bool
-    theta: float
-    work: float  # of how many blocks, on everything
+    whole: bool  # as in Share
+    work: float  # number of blocks that would do as much work on the whole batch
 
     def shares(self) -> dict[int, Share]:
         scales = self.scales.unbind()

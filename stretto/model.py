@@ -75,6 +75,22 @@ class Cache:
             layer.select(rows)
 
 
+class AddingNorm(nn.Module):
+    """What stands where a norm stood, and can take over the sum in front of it."""
+
+    def add(
+        self,
+        branch: Tensor | None,
+        x: Tensor,
+        branch_bias: Tensor | None,
+        p: float,
+        key: Tensor | None,
+        post: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and the stream that goes on: x + dropout(branch + branch_bias), or with `post` the result."""
+        raise TypeError("AddingNorm is abstract")
+
+
 class SelfAttention(nn.Module):
     def __init__(self, cfg: ModelConfig, causal: bool) -> None:
         super().__init__()
