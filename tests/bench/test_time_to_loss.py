@@ -29,7 +29,7 @@ from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.techniques.layer_drop import keep_probabilities, level_at
 from stretto.train import complete
-from tests.conftest import write_corpus
+from tests.corpora import write_corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CURVE = {
