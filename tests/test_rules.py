@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "stretto").rglob("*.py"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEST_MODULES = sorted((ROOT / "tests").rglob("*.py"))
 MAY_BE_IMPORTED = ("tests.hf.",)  # test modules that still are the library of others; empty is better
 FORBIDDEN_MODULES = {"pickle", "dill", "shelve", "marshal", "yaml"}
@@ -97,7 +97,7 @@ def test_advice_names_the_versions_that_are_required() -> None:
     assert any(need.startswith("pillow>=") for need in project["dependencies"]), "what reads images is ours to choose"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_in_the_documents_leads_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:\s]+)\)", text)
