@@ -1,7 +1,7 @@
 """Our attention kernels against torch's. Needs a GPU.
 
-    python bench/attention.py            every shape
-    python bench/attention.py lognormal  shapes whose name contains it
+    python -m bench.attention            every shape
+    python -m bench.attention lognormal  shapes whose name contains it
 
 Queries, keys and values are views of one projection, as in the model; bf16; milliseconds of the forward and of the
 backward pass and, in brackets, TFLOP/s of the pairs that are not masked (backward counted as 2.5 forward passes).

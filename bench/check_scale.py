@@ -1,6 +1,6 @@
 """Predictions of scale.py against real processes with real collectives, on this machine's CPUs.
 
-    python bench/check_scale.py 2 4        with two processes, then with four
+    python -m bench.check_scale 2 4        with two processes, then with four
 
 The parts of each method are timed alone, and so are messages between the processes; what they add up to is compared
 with one layer of the method itself, run by all processes at once. It exits with 1 where they differ by more than a
@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scale import WAYS, Meter, line, make_grid
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from bench import share
+from bench.rank_costs import layer_traffic
+from bench.scale import WAYS, Meter, line, make_grid
+from bench.share import Way
 from stretto.batch import Layout
-from stretto.bench import share
 from stretto.bench.measure import Clock
-from stretto.bench.share import Way
 from stretto.config import ModelConfig, build_config
-from stretto.costs import Link, Pass, Traffic, exposed_seconds, layer_traffic, sum_passes
+from stretto.costs import Link, Pass, Traffic, exposed_seconds, sum_passes
 from stretto.layers import FusedBlock
 from stretto.parallel.ring import Ring, wait
 from stretto.parallel.sequence import Segment

@@ -1,7 +1,7 @@
 """How long the host takes to make a batch: a GPU whose steps are faster waits for it.
 
-    python bench/data.py masked-lm
-    python bench/data.py translation --set data.train=DATA/train --set data.eval=DATA/val
+    python -m bench.data masked-lm
+    python -m bench.data translation --set data.train=DATA/train --set data.eval=DATA/val
 
 As in training with CUDA graphs, by one thread (images: on all cores): read, masked, packed and rounded to few shapes;
 not yet on the device.

@@ -1,14 +1,14 @@
 """Scale without the machines: one rank's real share of the work, and a model of the links, make the step of P ranks.
 
-    python bench/scale.py                  the whole grid; needs a GPU to mean anything, a few minutes on one
+    python -m bench.scale                  the whole grid; needs a GPU to mean anything, a few minutes on one
 
 check_scale.py compares such predictions with real processes.
 
 Timed on this device, each shape once and then used for every method and link that needs it: a layer without attention
 (s / P tokens, or all tokens of 1 / P of its weights), attention in the parts in which a rank of the real thing does it
-(parallel/partial.py), what is outside of layers, and the update. stretto/bench/share.py has the share, stretto/costs.py
-the messages and how all of it adds up to a step: weights sharded over all ranks (FSDP), K/V gathered again in the
-backward pass, one sequence per step.
+(parallel/partial.py), what is outside of layers, and the update. bench/share.py has the share, stretto/costs.py the
+messages, bench/rank_costs.py how all of it adds up to a step: weights sharded over all ranks (FSDP), K/V gathered again
+in the backward pass, one sequence per step.
 
 A shape that would take too long is timed in part (fewer heads, fewer rows) and scaled: its speed is marked *. Times are
 the device's: a step that this machine's host could not launch so fast, kernel by kernel, is marked h. Memory is marked
@@ -34,25 +34,22 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from stretto.attention import attend
-from stretto.batch import Counts, Sequences, dense_layout
-from stretto.bench import share
-from stretto.bench.contest import describe_run
-from stretto.bench.measure import Clock
-from stretto.bench.share import Way
-from stretto.config import ModelConfig, build_config
-from stretto.costs import (
-    NETWORK,
-    NVLINK,
-    Pass,
+from bench import share
+from bench.rank_costs import (
     classic_activation_bytes,
     compose_step,
     count_parameters,
     find_obstacle,
     layer_traffic,
     rank_memory,
-    sum_passes,
 )
+from bench.share import Way
+from stretto.attention import attend
+from stretto.batch import Counts, Sequences, dense_layout
+from stretto.bench.contest import describe_run
+from stretto.bench.measure import Clock
+from stretto.config import ModelConfig, build_config
+from stretto.costs import NETWORK, NVLINK, Pass, sum_passes
 from stretto.flops import training_flops
 from stretto.layers import FusedEmbedding, norm_parts
 from stretto.model import Embedding, build_norm

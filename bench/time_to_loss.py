@@ -1,7 +1,7 @@
 """Loss against time and against FLOPs: what a technique that changes the mathematics is worth.
 
-    python bench/time_to_loss.py prepare runs/python            text, tokenizer and tokens, without a GPU
-    python bench/time_to_loss.py run gpt2-small bert-base --data runs/python --out runs/time-to-loss
+    python -m bench.time_to_loss prepare runs/python            text, tokenizer and tokens, without a GPU
+    python -m bench.time_to_loss run gpt2-small bert-base --data runs/python --out runs/time-to-loss
 
 Every variant of a recipe is an ordinary run of `stretto.train` on the same batches, with several seeds. All are
 compared by their loss on held-out text with every block at work. `smaller` is the plain model with as many layers as
@@ -36,7 +36,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from stretto.bench.curves import Curve, Result, Row, compare, draw_curves, make_tables, read_curve
+from bench.curves import Curve, Result, Row, compare, draw_curves, make_tables, read_curve
 from stretto.config import (
     Config,
     LayerDropConfig,

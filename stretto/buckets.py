@@ -56,8 +56,8 @@ def size_of_bucket(count: int, parts: int = PARTS) -> int:
     return max(2 ** (max(count, 1).bit_length() - 1) // parts, LEAST)
 
 
-def round_to_power(count: int) -> int:
-    return 1 << (max(count, LEAST) - 1).bit_length()
+def round_to_power(count: int, least: int = LEAST) -> int:
+    return 1 << (max(count, least) - 1).bit_length()
 
 
 def _sides(batch: Batch) -> list[Sequences]:

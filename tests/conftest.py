@@ -1,59 +1,20 @@
-"""Small real things to train on, made on the spot."""
+"""Fixtures of all tests: a tiny configuration, one thread, and real data where there is some."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from stretto.config import Config, ModelConfig, build_config
-from stretto.weights import initialise, put
+from stretto.config import Config, build_config
+from tests.corpora import write_corpus
+from tests.runs import MakeConfig, change
 
 torch.set_num_threads(2)
-NOUNS, VERBS = ["cat", "dog", "bird", "house", "tree", "river"], ["sees", "hears", "likes"]
-WORDS = [*NOUNS, *VERBS, "the", "a", "big", "small", "red", "blue", "quickly", "slowly", "and", "or", "but"]
-
-
-def materialise(model: torch.nn.Module, cfg: ModelConfig, seed: int, device: torch.device | str) -> None:
-    """Gives a model built on the meta device its memory and its first values."""
-    model.to_empty(device=device)
-    initialise(model, cfg, seed, put)
-
-
-def write_corpus(folder: Path, documents: int = 30, words: int = 60) -> Path:
-    """A folder of short text files with a simple grammar, so that a model has something to learn."""
-    random = np.random.default_rng(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(documents):
-        text = " ".join(random.choice(WORDS, size=int(random.integers(5, words))))
-        (folder / f"{i:03d}.txt").write_text(text + ".\n")
-    return folder
-
-
-def write_pairs(prefix: Path, count: int = 60) -> Path:
-    """Sentences and the same words backwards: a language pair without a dictionary."""
-    random = np.random.default_rng(1)
-    lines = [random.choice(WORDS, size=int(random.integers(2, 9))).tolist() for _ in range(count)]
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    prefix.with_suffix(".xx").write_text("\n".join(" ".join(line) for line in lines) + "\n")
-    prefix.with_suffix(".yy").write_text("\n".join(" ".join(line[::-1]) for line in lines) + "\n")
-    return prefix
-
-
-def write_images(path: Path, count: int = 96, size: int = 16) -> Path:
-    """Four classes: where the bright bar is."""
-    random = np.random.default_rng(2)
-    labels = random.integers(0, 4, count)
-    images = random.integers(0, 80, (count, size, size), dtype=np.uint8)
-    for image, label in zip(images, labels, strict=True):
-        image[size // 4 * label : size // 4 * (label + 1)] += 150
-    np.savez(path, images=images, labels=labels)
-    return path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,9 +33,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-MakeConfig = Callable[..., Config]
-
-
 @pytest.fixture
 def make_config(tmp_path: Path) -> MakeConfig:
     """A tiny causal run; keyword arguments named section__key change it."""
@@ -87,9 +45,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
             "optim": {"lr": 1e-2, "warmup": 5},
             "train": {"steps": 6, "log_every": 1, "eval_batches": 2},
         }
-        for key, value in changes.items():
-            section, _, name = key.partition("__")
-            tree.setdefault(section, {})[name] = value
+        tree = change(tree, **changes)
         if tree["data"].get("task", "causal") in ("causal", "masked"):
             write_corpus(Path(tree["data"]["train"]))
         return build_config(tree)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.batch import Batch, copy_into, pack, shape_of
 from stretto.config import LayerDropConfig
-from tests.test_layer_drop import KINDS, make_batches, make_drop
+from tests.layer_drops import KINDS, make_batches, make_drop
 
 PLACES = "depths.decoder.parts.3.subset.places."
 

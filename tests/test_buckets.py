@@ -22,7 +22,16 @@ from stretto.data.tokenizer import ByteTokenizer
 from stretto.data.tokens import Tokens
 from stretto.graphs import MOST
 from tests.data.corpora import same, sentence
-from tests.test_model import CONFIGS, MAX_LEN, Sample, build, collate, example_batch, largest_error, loss_and_gradients
+from tests.models import (
+    CONFIGS,
+    MAX_LEN,
+    Sample,
+    build_on_cpu,
+    collate,
+    example_batch,
+    largest_error,
+    loss_and_gradients,
+)
 
 EXACT = 1e-12  # of float64: only the order of sums may change
 NAMES = ["decoder", "decoder-rotary", "encoder", "encoder-decoder"]
@@ -75,7 +84,7 @@ def check_structure(batch: Batch, bucket: Batch) -> None:
     empty=st.integers(0, 3),
 )
 def test_loss_and_gradients_stay(name: str, lengths: list[tuple[int, int]], empty: int) -> None:
-    model, batch = build(CONFIGS[name], torch.float64), draw(name, lengths, empty)
+    model, batch = build_on_cpu(CONFIGS[name], torch.float64), draw(name, lengths, empty)
     bucket = to_bucket(batch)
     check_structure(batch, bucket)
     assert largest_error(loss_and_gradients(model, bucket), loss_and_gradients(model, batch)) < EXACT
@@ -97,7 +106,7 @@ def test_loss_and_gradients_stay(name: str, lengths: list[tuple[int, int]], empt
     ],
 )
 def test_edges(name: str, lengths: list[tuple[int, int]]) -> None:
-    model, batch = build(CONFIGS[name], torch.float64), draw(name, lengths)
+    model, batch = build_on_cpu(CONFIGS[name], torch.float64), draw(name, lengths)
     bucket = to_bucket(batch)
     check_structure(batch, bucket)
     found, wanted = loss_and_gradients(model, bucket), loss_and_gradients(model, batch)
@@ -107,7 +116,7 @@ def test_edges(name: str, lengths: list[tuple[int, int]]) -> None:
 
 def test_filler_that_is_seen_is_noticed() -> None:
     """The control of the tests above: were filler a part of the last sequence, an encoder would look at it."""
-    model, batch = build(CONFIGS["encoder"], torch.float64), draw("encoder", [(7, 1), (6, 1)])
+    model, batch = build_on_cpu(CONFIGS["encoder"], torch.float64), draw("encoder", [(7, 1), (6, 1)])
     bucket = to_bucket(batch)
     assert bucket.inputs is not None
     offsets = bucket.inputs.layout.offsets.clone()
@@ -130,7 +139,7 @@ def test_token_types_are_filled_too() -> None:
     batch = draw("encoder", [(7, 1), (6, 1)])
     assert batch.inputs is not None
     batch = replace(batch, inputs=replace(batch.inputs, types=torch.arange(13) % 2))
-    model, bucket = build(CONFIGS["encoder"], torch.float64), to_bucket(batch)
+    model, bucket = build_on_cpu(CONFIGS["encoder"], torch.float64), to_bucket(batch)
     assert bucket.inputs is not None and bucket.inputs.types is not None and len(bucket.inputs.types) == 16
     assert largest_error(loss_and_gradients(model, bucket), loss_and_gradients(model, batch)) < EXACT
 

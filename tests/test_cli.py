@@ -13,7 +13,7 @@ import pytest
 
 from stretto import cli
 from stretto.report import read_events
-from tests.conftest import write_corpus, write_pairs
+from tests.corpora import write_corpus, write_pairs
 
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "matplotlib", "tensorboard", "datasets")
 

@@ -10,7 +10,7 @@ from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.config import ModelConfig, build_config
 from stretto.flops import training_flops
 from stretto.model import build_model
-from tests.conftest import materialise
+from tests.models import materialise
 
 SIZES = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "mlp_width": 96}
 ROWS, LENGTH, SOURCE = 3, 16, 24

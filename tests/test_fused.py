@@ -5,76 +5,33 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recompute_later
 
-from stretto.batch import Batch, Counts
-from stretto.config import Config, FusedConfig, ModelConfig, RopeScaling, TechniquesConfig
+from stretto.batch import Batch
+from stretto.config import Config, FusedConfig, TechniquesConfig
 from stretto.errors import ConfigError
 from stretto.model import Decoder, Model, build_model, sites
 from stretto.report import read_events
-from stretto.step import autocast
 from stretto.techniques import apply_all
 from stretto.train import train
-from tests.conftest import MakeConfig, materialise, write_images, write_pairs
-from tests.test_model import CLASSES, CONFIGS, MAX_LEN, Sample, collate
+from tests.corpora import write_images, write_pairs
+from tests.models import (
+    CONFIGS,
+    DEVICE,
+    KINDS,
+    build,
+    learn,
+    make_batch,
+    recompute_blocks,
+)
+from tests.runs import MakeConfig
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KINDS = CONFIGS | {
-    "encoder-decoder-pre": replace(CONFIGS["encoder-decoder"], norm_order="pre", bias=False, tied=False),
-    "decoder-post": replace(CONFIGS["decoder"], norm_order="post", label_smoothing=0.1),
-    "decoder-scaled": replace(
-        CONFIGS["decoder-rotary"], rope_scaling=RopeScaling(original_max_position_embeddings=MAX_LEN)
-    ),
-}
 DROPPING = {"dropout": 0.2, "activation_dropout": 0.1}
-
-
-def build(cfg: ModelConfig, fused: FusedConfig | None = None, dtype: torch.dtype = torch.float32) -> Model:
-    model = build_model(cfg)
-    apply_all(model, TechniquesConfig(fused=fused), sites(model), DEVICE, "bf16" if dtype == torch.bfloat16 else "fp32")
-    materialise(model, cfg, 0, DEVICE)
-    with torch.no_grad():  # values that every precision holds, and norms and biases that do something
-        for i, p in enumerate(model.parameters()):
-            noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.05
-            p.copy_((p.cpu() + noise).bfloat16())
-    return model.to(dtype).train()
-
-
-def make_batch(cfg: ModelConfig, form: str = "packed", seed: int = 0) -> Batch:
-    if cfg.kind == "vit":
-        generator = torch.Generator().manual_seed(seed)
-        pixels = torch.randn(5, cfg.channels, cfg.image_size, cfg.image_size, generator=generator)
-        return Batch(torch.arange(5) % CLASSES, Counts(0, 0, 0, 0), (), pixels=pixels).to(DEVICE)
-    lengths = [(7, 5), (1, 9), (13, 1), (4, 4)]
-    return collate(cfg, [Sample.draw(*pair, seed=seed + i) for i, pair in enumerate(lengths)], form).to(DEVICE)
-
-
-def learn(model: Model, batch: Batch, precision: str = "fp32", seed: int = 0) -> dict[str, Tensor]:
-    """The loss, and the gradient of every parameter."""
-    dtype = next(model.parameters()).dtype
-    if batch.pixels is not None:
-        batch = replace(batch, pixels=batch.pixels.to(dtype))
-    torch.manual_seed(seed)
-    with autocast(precision, DEVICE):
-        loss = model(batch)
-    gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return {"loss": loss.detach()} | {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
-
-
-def recompute_blocks(model: Model) -> Model:
-    """The same model, which keeps only what goes into its blocks for the backward pass."""
-    for name in sites(model)["block"]:
-        block = model.get_submodule(name)
-        block.forward = partial(recompute_later, block.forward, use_reentrant=False)
-    return model
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from stretto.errors import DataError
 from stretto.generate import beam_search, sample, translate
 from stretto.model import EncoderDecoder, Model, build_model
 from stretto.trained import Trained
-from tests.conftest import materialise
+from tests.models import materialise
 
 CPU = torch.device("cpu")
 

@@ -26,9 +26,10 @@ from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.step import GraphChoice, Trainable
 from stretto.train import train
-from tests.conftest import MakeConfig, write_images, write_pairs
+from tests.corpora import write_images, write_pairs
+from tests.models import KINDS, make_batch
 from tests.ops.checks import DEVICE
-from tests.test_fused import KINDS, make_batch
+from tests.runs import MakeConfig
 
 NEVER = 10**9
 Run = Callable[..., tuple[list[float], checkpoint.Snapshot]]

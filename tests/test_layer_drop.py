@@ -24,9 +24,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from stretto import checkpoint
 from stretto.batch import Batch, Counts, Depth, Part, Share, copy_into, pack, shape_of
-from stretto.config import FusedConfig, LayerDropConfig, ModelConfig, TechniquesConfig, build_config
+from stretto.config import FusedConfig, LayerDropConfig, TechniquesConfig, build_config
 from stretto.errors import CheckpointError, ConfigError
-from stretto.flops import tokens_per_sample, training_flops
+from stretto.flops import training_flops
 from stretto.model import Block, Model, build_model, sites
 from stretto.ops.norm import add_ref
 from stretto.techniques import apply_all
@@ -40,34 +40,9 @@ from stretto.techniques.layer_drop import (
     theta_at,
 )
 from stretto.train import train
-from tests.conftest import MakeConfig
-from tests.test_fused import DEVICE, build, learn, recompute_blocks
-from tests.test_model import CLASSES, CONFIGS, Sample, collate
-
-BLOCKS, TOTAL, STEPS = 4, 1000, 8
-KINDS = {name: replace(cfg, norm_order="pre", layers=BLOCKS) for name, cfg in CONFIGS.items()}
-del KINDS["encoder-decoder-own"]
-PAIRS = [(7, 5), (1, 9), (13, 1), (4, 4)]
-
-
-def make_drop(cfg: LayerDropConfig, model: ModelConfig | None = None, seed: int = 0) -> LayerDrop:
-    """In every step as in a step of a long run's end."""
-    model = model or KINDS["decoder"]
-    stacks = {"decoder": ["decoder"], "encoder-decoder": ["encoder", "decoder"]}.get(model.kind, ["encoder"])
-    return LayerDrop(cfg, dict.fromkeys(stacks, model.layers), seed, TOTAL, tokens_per_sample(model))
-
-
-def make_batches(cfg: ModelConfig, form: str = "packed") -> tuple[Batch, list[Batch]]:
-    """Four sequences, together and each by itself."""
-    if cfg.kind == "vit":
-        pixels = torch.randn(
-            4, cfg.channels, cfg.image_size, cfg.image_size, generator=torch.Generator().manual_seed(0)
-        )
-        rows = [Batch(torch.tensor([i % CLASSES]), Counts(0, 0, 0, 0), (), pixels=pixels[i : i + 1]) for i in range(4)]
-        return replace(rows[0], pixels=pixels, labels=torch.arange(4) % CLASSES), rows
-    samples = [Sample.draw(*pair, seed=i) for i, pair in enumerate(PAIRS)]
-    return collate(cfg, samples, form), [collate(cfg, [sample]) for sample in samples]
-
+from tests.layer_drops import BLOCKS, KINDS, TOTAL, make_batches, make_drop
+from tests.models import DEVICE, build, learn, recompute_blocks
+from tests.runs import MakeConfig
 
 # The schedule.
 
@@ -368,6 +343,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bool, int]]]:
         yield seen
 
 
+STEPS = 8
 RUN: dict[str, Any] = {"model__layers": 6, "train__steps": STEPS, "optim__schedule": "constant"}
 
 

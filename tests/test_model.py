@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,115 +20,24 @@ from torch import Tensor
 from stretto.attention import attend
 from stretto.batch import IGNORE, Batch, Counts, Layout, Sequences
 from stretto.config import ModelConfig
-from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
+from stretto.data.packing import pad, to_tensor
 from stretto.model import Decoder, EncoderDecoder, Model, build_model, sites
-from tests.conftest import materialise
+from tests.models import (
+    CONFIGS,
+    VOCAB,
+    Ints,
+    Sample,
+    arrange,
+    build_on_cpu,
+    collate,
+    example_batch,
+    largest_error,
+    loss_and_gradients,
+    materialise,
+)
 
-VOCAB, WIDTH, MAX_LEN, CLASSES = 43, 24, 40, 4
 EXACT = 1e-9  # in float64, whatever the order of summation
-SIZES: dict[str, Any] = {"layers": 2, "width": WIDTH, "heads": 4, "mlp_width": 28, "vocab": VOCAB, "max_len": MAX_LEN}
-CONFIGS = {
-    "decoder": ModelConfig(**SIZES),
-    "decoder-rotary": ModelConfig(
-        **SIZES, kv_heads=2, positions="rotary", norm="rmsnorm", activation="swiglu", bias=False, tied=False
-    ),
-    "encoder": ModelConfig(
-        **SIZES, kind="encoder", norm_order="post", activation="gelu", embed_norm=True, token_types=2
-    ),
-    "encoder-class": ModelConfig(**SIZES, kind="encoder", classes=CLASSES),
-    "encoder-decoder": ModelConfig(
-        **SIZES, kind="encoder-decoder", norm_order="post", activation="relu", positions="sinusoidal", embed_scale=True
-    ),
-    "encoder-decoder-own": ModelConfig(
-        **SIZES,
-        kind="encoder-decoder",
-        norm_order="post",
-        activation="silu",
-        embed_norm=True,
-        embed_shared=False,
-        head_bias=True,
-    ),
-    "vit": ModelConfig(**SIZES, kind="vit", image_size=8, patch=4, channels=2, classes=CLASSES),
-}
 TEXT = [name for name in CONFIGS if name != "vit"]
-Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Sample:
-    ids: Ints
-    labels: Ints  # for each token; about a third are IGNORE
-    source: Ints
-    label: int  # of the whole sequence
-
-    @staticmethod
-    def draw(length: int, source_length: int, seed: int) -> Sample:
-        random = np.random.default_rng(seed)
-        labels = np.where(random.random(length) < 0.3, IGNORE, random.integers(0, VOCAB, length))
-        ids, source = (random.integers(0, VOCAB, size) for size in (length, source_length))
-        return Sample(ids, labels, source, int(random.integers(CLASSES)))
-
-
-def collate(cfg: ModelConfig, samples: Sequence[Sample], form: str = "packed", empty: int = 0, slack: int = 0) -> Batch:
-    """The samples as one batch, and `empty` empty sequences after them, in rows `slack` longer than need be."""
-    inputs, slots = _arrange([sample.ids for sample in samples], form, empty, slack)
-    labels = np.concatenate([sample.labels for sample in samples])
-    at = None
-    if cfg.classes:
-        labels = np.array([sample.label for sample in samples] + [IGNORE] * empty)
-    elif cfg.kind == "encoder":
-        chosen = np.flatnonzero(labels != IGNORE)
-        labels, at = labels[chosen], to_tensor(slots[chosen])
-    else:
-        labels = spread(labels, slots, len(inputs.ids), IGNORE)
-    translation = cfg.kind == "encoder-decoder"
-    source = _arrange([sample.source for sample in samples], form, empty, slack)[0] if translation else None
-    return Batch(to_tensor(labels), Counts(0, 0, 0, 0), (), inputs, at, source)
-
-
-def _arrange(sequences: list[Ints], form: str, empty: int, slack: int) -> tuple[Sequences, Ints]:
-    lengths = np.array([len(ids) for ids in sequences] + [0] * empty)
-    width, ids = int(lengths.max()) + slack, np.concatenate(sequences)
-    if form == "packed":
-        return pack(ids, lengths, width), np.arange(len(ids))
-    return pad(ids, lengths, width, fill=0), find_slots(lengths, width)
-
-
-def image_batch() -> Batch:
-    random = torch.Generator().manual_seed(0)
-    return Batch(torch.arange(3), Counts(0, 0, 0, 0), (), pixels=torch.randn(3, 2, 8, 8, generator=random))
-
-
-def example_batch(cfg: ModelConfig, form: str = "packed") -> Batch:
-    if cfg.kind == "vit":
-        return image_batch()
-    return collate(cfg, [Sample.draw(5, 3, 0), Sample.draw(1, 4, 1), Sample.draw(7, 1, 2)], form)
-
-
-def build(cfg: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
-    """With biases that are not 0 and norms that are not 1, as after some training."""
-    model = build_model(cfg)
-    materialise(model, cfg, seed, torch.device("cpu"))
-    random = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data.add_(torch.randn(parameter.shape, generator=random), alpha=0.2)
-    return model.to(dtype)
-
-
-def loss_and_gradients(model: Model, *batches: Batch) -> dict[str, Tensor]:
-    """Summed over the batches."""
-    model.zero_grad()
-    loss = sum(model(batch) for batch in batches)
-    loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Relative to the largest entry of each tensor, or to 1 for small ones."""
-    scale = {key: value.abs().max().clamp(min=1) for key, value in wanted.items()}
-    return max(float((found[key] - value).abs().max() / scale[key]) for key, value in wanted.items())
-
-
 lengths_of_pairs = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5)
 
 
@@ -138,7 +45,7 @@ lengths_of_pairs = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(lengths=lengths_of_pairs, empty=st.integers(0, 3), slack=st.integers(0, 2))
 def test_packing_changes_nothing(name: str, lengths: list[tuple[int, int]], empty: int, slack: int) -> None:
-    model = build(CONFIGS[name], torch.float64)
+    model = build_on_cpu(CONFIGS[name], torch.float64)
     samples = [Sample.draw(length, source, seed) for seed, (length, source) in enumerate(lengths)]
     alone = loss_and_gradients(model, *(collate(model.cfg, [sample]) for sample in samples))
     for form in ("packed", "padded"):
@@ -148,7 +55,7 @@ def test_packing_changes_nothing(name: str, lengths: list[tuple[int, int]], empt
 
 @pytest.mark.parametrize("name", TEXT)
 def test_packing_test_notices_merged_sequences(name: str) -> None:
-    model = build(CONFIGS[name], torch.float64)
+    model = build_on_cpu(CONFIGS[name], torch.float64)
     batch = example_batch(model.cfg)
     offsets = batch.inputs.layout.offsets[[0, 2, 3, 3]]  # the first two are one now, and an empty one ends the batch
     merged = replace(batch, inputs=replace(batch.inputs, layout=Layout(offsets, 7)))
@@ -199,7 +106,7 @@ def run_attention(tensors: list[Tensor], q_lengths: Ints, k_lengths: Ints, causa
     q, k, v = (t.detach().clone().requires_grad_() for t in tensors[:3])
     layouts, given, slots = [], [], []
     for form, lengths, parts in zip(forms.split("-"), (q_lengths, k_lengths), ((q,), (k, v)), strict=True):
-        sequences, at = _arrange([np.zeros(n, np.int64) for n in lengths], form, 0, slack=3)
+        sequences, at = arrange([np.zeros(n, np.int64) for n in lengths], form, 0, slack=3)
         layout, at = sequences.layout, to_tensor(at).to(q.device)
         moved = {"offsets": layout.offsets.to(q.device)}
         if layout.lengths is not None:
@@ -236,7 +143,7 @@ def test_a_bias_is_added_by_distance(causal: bool, form: str) -> None:
     tensors, *lengths = attention_problem([1, 9, 5], None, 4, head_size=8)
     table = torch.randn(4, 31, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
     ids = [np.zeros(n, np.int64) for n in lengths[0]]
-    sequences, at = _arrange(ids, form, 0, slack=0)
+    sequences, at = arrange(ids, form, 0, slack=0)
     given = [t.new_zeros(len(sequences.ids), *t.shape[1:]).index_copy(0, to_tensor(at), t) for t in tensors[:3]]
     out = attend(*given, sequences.layout, sequences.layout, causal, 0.0, table)[to_tensor(at)]
     wanted, start = [], 0
@@ -295,7 +202,7 @@ def whole_logits(model: Model, ids: Tensor, source: Sequences | None = None) -> 
 @pytest.mark.parametrize("name", ["decoder", "decoder-rotary"])
 @torch.no_grad()
 def test_decoding_with_a_cache_equals_the_whole(name: str, prompt: int) -> None:
-    model = build(CONFIGS[name], torch.float64).eval()
+    model = build_on_cpu(CONFIGS[name], torch.float64).eval()
     assert isinstance(model, Decoder)
     ids = torch.randint(VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
     wanted = whole_logits(model, ids)
@@ -307,15 +214,15 @@ def test_decoding_with_a_cache_equals_the_whole(name: str, prompt: int) -> None:
 @torch.no_grad()
 def translate_with_cache(prompt: int, swap_at: int | None = None, name: str = "encoder-decoder") -> None:
     """Two continuations of each of three sources. At step `swap_at` each second one becomes a copy of the first."""
-    model = build(CONFIGS[name], torch.float64).eval()
+    model = build_on_cpu(CONFIGS[name], torch.float64).eval()
     assert isinstance(model, EncoderDecoder)
     sources = [Sample.draw(1, length, length).source for length in (5, 1, 8)]
     ids = torch.randint(VOCAB, (6, 7), generator=torch.Generator().manual_seed(0))
     kept = ids.clone()
     if swap_at is not None:
         kept[1::2, :swap_at] = ids[0::2, :swap_at]
-    doubled = _arrange([source for source in sources for _ in range(2)], "padded", 0, 0)[0]
-    cache = model.start(_arrange(sources, "padded", 0, 0)[0], copies=2)
+    doubled = arrange([source for source in sources for _ in range(2)], "padded", 0, 0)[0]
+    cache = model.start(arrange(sources, "padded", 0, 0)[0], copies=2)
     wanted = whole_logits(model, kept, doubled)
     torch.testing.assert_close(
         model.decode(ids[:, :prompt], cache), whole_logits(model, ids, doubled)[:, prompt - 1], rtol=EXACT, atol=EXACT
@@ -341,8 +248,8 @@ def test_a_beam_search_can_reorder_the_cache() -> None:
 @pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
 def test_a_second_prompt_is_refused(name: str) -> None:
     """The causal mask of several new tokens after a past is not there: refuse rather than be silently wrong."""
-    model = build(CONFIGS[name])
-    cache = model.start(*[_arrange([np.arange(3)] * 2, "padded", 0, 0)[0]] if name == "encoder-decoder" else [])
+    model = build_on_cpu(CONFIGS[name])
+    cache = model.start(*[arrange([np.arange(3)] * 2, "padded", 0, 0)[0]] if name == "encoder-decoder" else [])
     model.decode(torch.zeros(2, 3, dtype=torch.int64), cache)
     with pytest.raises((AssertionError, ValueError)):
         model.decode(torch.zeros(2, 2, dtype=torch.int64), cache)
@@ -356,14 +263,14 @@ def test_every_option_trains_every_parameter(name: str, norm_order: str, activat
     options: dict[str, Any] = {"norm_order": norm_order, "activation": activation, "positions": positions}
     cfg = replace(CONFIGS[name], **options, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1)
     torch.manual_seed(0)
-    for key, value in loss_and_gradients(build(cfg).train(), example_batch(cfg)).items():
+    for key, value in loss_and_gradients(build_on_cpu(cfg).train(), example_batch(cfg)).items():
         assert value.isfinite().all() and value.abs().max() > 0, key
 
 
 def test_dropout_is_for_training_only() -> None:
     for name, cfg in CONFIGS.items():
-        model, batch = build(replace(cfg, dropout=0.3)), example_batch(cfg)
-        assert torch.equal(model.eval()(batch), build(cfg).eval()(batch)), name
+        model, batch = build_on_cpu(replace(cfg, dropout=0.3)), example_batch(cfg)
+        assert torch.equal(model.eval()(batch), build_on_cpu(cfg).eval()(batch)), name
         torch.manual_seed(0)
         assert model.train()(batch) != model(batch), name
 
@@ -371,7 +278,7 @@ def test_dropout_is_for_training_only() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_label_smoothing_is_for_training_only(name: str) -> None:
     cfg, batch = CONFIGS[name], example_batch(CONFIGS[name])
-    model, plain = build(replace(cfg, label_smoothing=0.2)), build(cfg)
+    model, plain = build_on_cpu(replace(cfg, label_smoothing=0.2)), build_on_cpu(cfg)
     log_p = model.logits(batch).log_softmax(-1)[batch.labels != IGNORE]
     labels = batch.labels[batch.labels != IGNORE]
     nll, uniform = -log_p.gather(1, labels[:, None]).sum(), -log_p.mean(-1).sum()
@@ -382,7 +289,7 @@ def test_label_smoothing_is_for_training_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ignored_labels_contribute_nothing(name: str) -> None:
-    model = build(replace(CONFIGS[name], label_smoothing=0.1)).train()
+    model = build_on_cpu(replace(CONFIGS[name], label_smoothing=0.1)).train()
     batch = example_batch(model.cfg)
     silent = loss_and_gradients(model, replace(batch, labels=torch.full_like(batch.labels, IGNORE)))
     assert all(value.eq(0).all() for value in silent.values())
@@ -466,7 +373,7 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inside torch itself
 def test_compiled_equals_eager() -> None:
-    model = build(replace(CONFIGS["decoder-rotary"], layers=1))
+    model = build_on_cpu(replace(CONFIGS["decoder-rotary"], layers=1))
     batch = collate(model.cfg, [Sample.draw(n, 1, n) for n in (5, 1, 7)], empty=1)
     wanted = loss_and_gradients(model, batch)
     torch.compiler.reset()
@@ -480,7 +387,7 @@ def test_compiled_equals_eager() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bf16_autocast_is_close(name: str) -> None:
-    model, batch = build(CONFIGS[name]), example_batch(CONFIGS[name])
+    model, batch = build_on_cpu(CONFIGS[name]), example_batch(CONFIGS[name])
     wanted = loss_and_gradients(model, batch)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.logits(batch).dtype == torch.bfloat16

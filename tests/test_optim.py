@@ -21,8 +21,8 @@ from stretto.model import build_model
 from stretto.optim import FlatAdamW, build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from stretto.report import read_events
 from stretto.train import train
-from tests.conftest import MakeConfig
 from tests.ops.checks import DEVICE, error
+from tests.runs import MakeConfig
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from stretto.cli import app
 from stretto.config import Config, load_config
 from stretto.errors import ConfigError
 from stretto.recipes import find_recipe, list_recipes
-from tests.conftest import write_corpus
+from tests.corpora import write_corpus
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from stretto.cli import app
 from stretto.report import read_events
-from tests.conftest import write_corpus, write_images, write_pairs
+from tests.corpora import write_corpus, write_images, write_pairs
 
 TINY = [
     *("model.layers=2", "model.width=32", "model.heads=2", "model.mlp_width=64", "run.device=cpu"),

@@ -1,4 +1,4 @@
-"""Rules that no linter knows: nothing executes what it loads, and the documents tell the truth."""
+"""Rules that no linter knows: nothing executes what it loads, tests share no test module, the documents are true."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "stretto").rglob("*.py"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEST_MODULES = sorted((ROOT / "tests").rglob("*.py"))
+MAY_BE_IMPORTED = ("tests.hf.",)  # test modules that still are the library of others; empty is better
 FORBIDDEN_MODULES = {"pickle", "dill", "shelve", "marshal", "yaml"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "os.system"}
 FORBIDDEN_ARGUMENTS = {"shell", "trust_remote_code", "weights_only"}
@@ -57,6 +59,36 @@ def test_a_planted_offence_is_found(planted: str) -> None:
     assert find_offences(planted)
 
 
+def find_imported_tests(source: str) -> list[str]:
+    """The test modules that a source imports; their fixtures and builders belong into modules of another name."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    return [name for name in names if ".test_" in name]
+
+
+@pytest.mark.parametrize("path", TEST_MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_imports_a_test_module(path: Path) -> None:
+    found = find_imported_tests(path.read_text(encoding="utf-8"))
+    assert [name for name in found if not name.startswith(MAY_BE_IMPORTED)] == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "import tests.test_model",
+        "from tests.test_model import x",
+        "from tests import test_model",
+        "from .test_x import y",
+    ],
+)
+def test_a_planted_import_of_a_test_module_is_found(planted: str) -> None:
+    assert find_imported_tests(planted)
+
+
 def test_advice_names_the_versions_that_are_required() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     transformers = next(need for need in project["optional-dependencies"]["hf"] if need.startswith("transformers"))
@@ -65,7 +97,7 @@ def test_advice_names_the_versions_that_are_required() -> None:
     assert any(need.startswith("pillow>=") for need in project["dependencies"]), "what reads images is ours to choose"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_in_the_documents_leads_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#:\s]+)\)", text)

@@ -26,7 +26,8 @@ from stretto.parallel.gather import Gather
 from stretto.parallel.layouts import cut, join, split
 from stretto.parallel.partial import HOPPER, Scores, attend_part, backward_part, merge
 from stretto.parallel.sequence import Segment, Splitter, check_processes, choose
-from tests.conftest import MakeConfig, materialise
+from tests.models import materialise
+from tests.runs import MakeConfig
 
 LAYOUTS = ("contiguous", "zigzag", "documents")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -36,10 +36,9 @@ from stretto.train import build as build_parts
 from stretto.train import complete, train
 from stretto.trained import load_trained
 from stretto.weights import BRANCH_ENDS, initialise, put
-from tests.conftest import MakeConfig, materialise
-from tests.test_fused import KINDS, make_batch, recompute_blocks
-from tests.test_layer_drop import make_drop
-from tests.test_model import Sample, collate
+from tests.layer_drops import make_drop
+from tests.models import KINDS, Sample, collate, make_batch, materialise, recompute_blocks
+from tests.runs import MakeConfig
 
 CPU = torch.device("cpu")
 FACTOR = 0.3

@@ -7,7 +7,7 @@ from pathlib import Path
 from stretto.evaluate import measure
 from stretto.report import read_events
 from stretto.train import train
-from tests.conftest import MakeConfig
+from tests.runs import MakeConfig
 
 
 def test_train_resume_evaluate_and_report(make_config: MakeConfig) -> None:

@@ -23,7 +23,7 @@ from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, NonFiniteError, Preempted
 from stretto.report import Meter, read_events
 from stretto.train import train
-from tests.conftest import MakeConfig
+from tests.runs import MakeConfig
 
 
 @dataclass

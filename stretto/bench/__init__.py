@@ -9,6 +9,4 @@ machine, in one run.
     contest     all of them one after another, whatever happens to any
     kernels     single operations next to plain torch's
     show        tables, JSON and the chart
-    curves      for bench/time_to_loss.py: loss against time and FLOPs
-    share       one layer as one of many ranks computes it, for the simulator bench/scale.py
 """

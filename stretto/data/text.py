@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
+from stretto.buckets import round_to_power
 from stretto.config import DataConfig
 from stretto.data.documents import Documents, describe_left_out, open_documents
 from stretto.data.files import Store
@@ -168,8 +169,8 @@ class TextData(Data):
             inputs = Sequences(to_tensor(ids), positions, dense_layout(len(windows), width))
         elif self._cfg.layout == "packed":
             # Powers of two, so that compiled code sees few shapes.
-            longest = min(width, _power_of_two(int(lengths.max())))
-            inputs = pack(ids, lengths, longest, num_sequences=_power_of_two(len(lengths)))
+            longest = min(width, round_to_power(int(lengths.max()), least=1))
+            inputs = pack(ids, lengths, longest, num_sequences=round_to_power(len(lengths), least=1))
         else:
             inputs = pad(ids, lengths, width, self.tokenizer.pad)
             slots = find_slots(lengths, width)
@@ -184,7 +185,3 @@ class TextData(Data):
             inputs=inputs,
             label_at=None if label_at is None else to_tensor(label_at),
         )
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.data import main
-from tests.conftest import write_corpus
+from tests.corpora import write_corpus
 
 
 @pytest.mark.parametrize(("recipe", "task"), [("demo", "causal"), ("masked-lm", "masked")])

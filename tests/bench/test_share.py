@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench import scale, share
+from bench.rank_costs import gathered_bytes, kept_bytes
 from stretto.batch import Sequences
-from stretto.bench import share
 from stretto.config import ModelConfig, build_config
-from stretto.costs import Pass, gathered_bytes, kept_bytes
+from stretto.costs import Pass
 from stretto.layers import FusedBlock
 from stretto.parallel.reach import Reach
 from stretto.parallel.sequence import Segment
@@ -80,17 +79,7 @@ def test_a_layer_keeps_what_the_formula_says(method: str, ranks: int, keep: bool
         assert saved_bytes(block, cfg, part, TOKENS // ranks) == expected
 
 
-@pytest.fixture(scope="module")
-def scale() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_scale", ROOT / "bench" / "scale.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_scale"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_shapes_are_timed_once_and_large_ones_in_part(scale: ModuleType) -> None:
+def test_shapes_are_timed_once_and_large_ones_in_part() -> None:
     meter = scale.Meter(CPU, scale.make_grid(CPU))
     cfg, way = meter.grid.models["llama_tiny"], scale.WAYS["gather"]
     small = meter.blocks(cfg, way, 4, 3, 64)
@@ -101,7 +90,7 @@ def test_shapes_are_timed_once_and_large_ones_in_part(scale: ModuleType) -> None
     assert meter.whole(256, 4, 2, 16).scaled
 
 
-def test_the_slowest_rank_of_each_way(scale: ModuleType) -> None:
+def test_the_slowest_rank_of_each_way() -> None:
     """By the number of pairs that the real thing attends to, at a second for each."""
     meter = scale.Meter(CPU, scale.make_grid(CPU))
     cfg = meter.grid.models["gpt2_tiny"]
@@ -121,9 +110,9 @@ def test_the_slowest_rank_of_each_way(scale: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_the_script_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench" / "scale.py"), "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "bench.scale", "--out", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "say nothing about a GPU" in done.stdout and "### weak: llama_tiny" in done.stdout
     saved = json.loads((tmp_path / "scale.json").read_text())

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import stretto.train
 from bench import time_to_loss
+from bench.curves import AROUND, compare, loss_at, make_tables, median_around, reach, read_curve, show
 from bench.time_to_loss import app, choose_variants, mean_flops, set_up, vary
-from stretto.bench.curves import AROUND, compare, loss_at, make_tables, median_around, reach, read_curve, show
 from stretto.config import Config, LayerDropConfig, build_config, load_config
 from stretto.data import Data, open_data
 from stretto.errors import ConfigError, Preempted
@@ -29,7 +29,7 @@ from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.techniques.layer_drop import keep_probabilities, level_at
 from stretto.train import complete
-from tests.conftest import write_corpus
+from tests.corpora import write_corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CURVE = {

@@ -18,5 +18,6 @@ def count_and_destroy() -> None:
     destroy()
 
 
-dist.destroy_process_group = count_and_destroy
-main()
+if __name__ == "__main__":
+    dist.destroy_process_group = count_and_destroy
+    main()

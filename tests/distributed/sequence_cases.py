@@ -33,7 +33,7 @@ from stretto.model import Model, build_model
 from stretto.ops.attention import attention
 from stretto.parallel import gather
 from stretto.parallel.sequence import Splitter, build_mesh
-from tests.conftest import materialise
+from tests.models import materialise
 
 VOCAB = 64
 LENGTHS = {"causal": (24, 24), "full": (24, 24), "documents": (17, 3, 21, 1, 6), "sliding": (17, 3, 21, 1, 6)}
@@ -397,4 +397,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench import share
+from bench.rank_costs import find_obstacle
 from stretto.batch import Sequences
-from stretto.bench import share
 from stretto.config import ModelConfig, build_config
-from stretto.costs import find_obstacle
 from stretto.layers import FusedBlock
 from stretto.parallel import gather
 

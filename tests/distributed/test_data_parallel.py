@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,66 +16,11 @@ import torch
 
 from stretto import checkpoint
 from stretto.report import read_events
-from tests.conftest import write_corpus, write_images, write_pairs
+from tests.corpora import write_images, write_pairs
+from tests.distributed.processes import ROOT, find_port, launch, samples
+from tests.runs import base, change, eval_losses, losses
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
-
-
-def base(folder: Path) -> dict[str, Any]:
-    return {
-        "run": {"dir": "", "device": "cpu", "timeout_s": 60},
-        "data": {"train": str(write_corpus(folder / "text")), "seq_len": 16, "batch_size": 4, "suffix": ".txt"},
-        "model": {"layers": 2, "width": 32, "heads": 4, "max_len": 32, "dropout": 0.1},
-        "optim": {"lr": 1e-2, "warmup": 5},
-        "train": {"steps": 8, "log_every": 1, "micro_batches": 4, "eval_batches": 3, "eval_every": 4},
-        "parallel": {"data": "replicate"},
-    }
-
-
-def change(tree: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    tree = copy.deepcopy(tree)
-    for key, value in changes.items():
-        section, _, name = key.partition("__")
-        tree.setdefault(section, {})[name] = value
-    return tree
-
-
-def find_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def launch(jobs: dict[str, Any], folder: Path, processes: int) -> None:
-    """All jobs in one launch, each in its own run folder."""
-    folder.mkdir()
-    for name, job in jobs.items():
-        job["config"]["run"]["dir"] = str(folder / job.get("folder", name))
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(find_port())]
-    command = [sys.executable, *(torchrun if processes > 1 else []), "-m", "tests.distributed.jobs"]
-    done = subprocess.run(
-        [*command, str(folder / "jobs.json"), str(folder)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in read_events(folder) if "loss" in event}
-
-
-def eval_losses(folder: Path) -> dict[int, float]:
-    return {event["step"]: event["eval_loss"] for event in read_events(folder) if "eval_loss" in event}
-
-
-def samples(folder: Path, name: str, processes: int) -> dict[str, list[int]]:
-    """Micro-batch number -> its samples, over all processes."""
-    found: dict[str, list[int]] = {}
-    for rank in range(processes):
-        found |= json.loads((folder / f"{name}.{rank}.json").read_text())["samples"]
-    return found
 
 
 @pytest.fixture(scope="module")

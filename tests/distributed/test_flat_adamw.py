@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from stretto import checkpoint
 from stretto.config import FusedConfig, OptimConfig
 from stretto.optim import build_optimizer, clip_gradients, weight_writer
-from tests.distributed.test_data_parallel import find_port
+from tests.distributed.processes import find_port
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,9 @@ from stretto.optim import weight_writer
 from stretto.runtime import Runtime
 from stretto.train import build
 from stretto.trained import load_run_config
-from tests.conftest import write_images, write_pairs
-from tests.distributed.test_data_parallel import base, change, eval_losses, launch, losses, samples
+from tests.corpora import write_images, write_pairs
+from tests.distributed.processes import launch, samples
+from tests.runs import base, change, eval_losses, losses
 
 pytestmark = pytest.mark.dist
 STEPS = 8

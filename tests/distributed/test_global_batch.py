@@ -15,8 +15,9 @@ from stretto import checkpoint
 from stretto.config import build_config
 from stretto.data import open_data
 from stretto.parallel.data import deal
-from tests.conftest import write_images, write_pairs
-from tests.distributed.test_data_parallel import base, change, eval_losses, launch, losses
+from tests.corpora import write_images, write_pairs
+from tests.distributed.processes import launch
+from tests.runs import base, change, eval_losses, losses
 
 pytestmark = pytest.mark.dist
 STEPS = 6

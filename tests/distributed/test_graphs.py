@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from stretto import checkpoint
-from tests.conftest import write_pairs
-from tests.distributed.test_data_parallel import base, change, eval_losses, launch, losses
+from tests.corpora import write_pairs
+from tests.distributed.processes import launch
+from tests.runs import base, change, eval_losses, losses
 
 pytestmark = pytest.mark.dist
 STEPS, NEVER = 8, 10**9

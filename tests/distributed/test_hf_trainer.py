@@ -24,7 +24,7 @@ import torch
 import stretto.hf.loss
 import stretto.hf.trainer
 from stretto.hf import Trainer
-from tests.distributed.test_data_parallel import find_port
+from tests.distributed.processes import find_port
 from tests.hf.test_trainer import draw_samples, make
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from stretto.report import read_events
 from stretto.train import train
-from tests.conftest import MakeConfig
+from tests.runs import MakeConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
 

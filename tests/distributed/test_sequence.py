@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_data_parallel import ROOT, find_port
+from tests.distributed.processes import ROOT, find_port
 
 pytestmark = pytest.mark.dist
 Found = list[dict[str, Any]]  # by process

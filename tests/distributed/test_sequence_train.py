@@ -22,8 +22,9 @@ from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.train import build
 from stretto.trained import load_run_config
-from tests.conftest import write_pairs
-from tests.distributed.test_data_parallel import ROOT, base, change, eval_losses, find_port, launch, losses, samples
+from tests.corpora import write_pairs
+from tests.distributed.processes import ROOT, find_port, launch, samples
+from tests.runs import base, change, eval_losses, losses
 
 pytestmark = pytest.mark.dist
 STEPS = 4

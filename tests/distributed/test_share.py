@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from bench.rank_costs import layer_traffic
 from stretto.config import build_config
-from stretto.costs import layer_traffic
 
 pytestmark = pytest.mark.dist
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from stretto import checkpoint
-from tests.distributed.test_data_parallel import base, change, launch, losses, samples
+from tests.distributed.processes import launch, samples
+from tests.runs import base, change, losses
 
 pytestmark = pytest.mark.dist
 STEPS = 8

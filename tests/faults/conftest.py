@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stretto.config import Config, build_config, load_config
+from stretto.config import build_config
 from stretto.train import train
-from tests.conftest import write_corpus
+from tests.corpora import write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -30,9 +29,3 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(trained_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained_run, tmp_path / "run"))
-
-
-def config_of(run: Path, steps: int) -> Config:
-    """The configuration to go on with in this folder, up to `steps`."""
-    config = load_config(run / "config.toml")
-    return replace(config, run=replace(config.run, dir=str(run)), train=replace(config.train, steps=steps))

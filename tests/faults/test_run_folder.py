@@ -17,7 +17,7 @@ from stretto.files import RUN_FILES, RUN_FOLDERS, replacing, write_text
 from stretto.page import write_report
 from stretto.train import train
 from stretto.trained import load_trained
-from tests.faults.conftest import config_of
+from tests.faults.configs import config_of
 
 CPU = torch.device("cpu")
 PRECIOUS = "precious\n"

@@ -20,8 +20,8 @@ from stretto.config import dump_config
 from stretto.errors import DataError, NonFiniteError, PeerLostError, Preempted, StrettoError
 from stretto.runtime import Runtime, lock_folder, recording_exit
 from stretto.train import train
-from tests.distributed.test_data_parallel import find_port
-from tests.faults.conftest import config_of
+from tests.distributed.processes import find_port
+from tests.faults.configs import config_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from stretto.config import dump_config
 from stretto.page import write_report
 from stretto.report import EVENTS, Report, read_events
 from stretto.train import train
-from tests.faults.conftest import config_of
+from tests.faults.configs import config_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]

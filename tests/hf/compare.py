@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.config import Config, ModelConfig, build_config
 from stretto.model import Model
-from tests.conftest import WORDS, write_corpus, write_images, write_pairs
+from tests.corpora import WORDS, write_corpus, write_images, write_pairs
 
 AUTO: dict[str, Any] = {
     "decoder": hf.AutoModelForCausalLM,

@@ -23,9 +23,10 @@ from stretto.hf.folder import load_model, write_folder
 from stretto.report import read_events
 from stretto.train import train
 from stretto.trained import load_trained
-from tests.conftest import WORDS, write_corpus
-from tests.distributed.test_data_parallel import launch, losses
+from tests.corpora import WORDS, write_corpus
+from tests.distributed.processes import launch
 from tests.hf.compare import AUTO, build_run, write_words
+from tests.runs import losses
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from stretto.hf.folder import Tensors, load_model, load_weights, write_folder
 from stretto.model import build_model
 from stretto.weights import initialise, put
 from tests.hf.compare import assert_same_logits, load_theirs, read_tensors, write_words
-from tests.test_parity import CASES, ROPE_SCALING, VOCAB, get_case, measure_error
+from tests.parity_cases import CASES, ROPE_SCALING, VOCAB, get_case, measure_error
 
 NAMES = [name for name in CASES if name != "vit"] + ["vit"]
 BERT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}

@@ -1,0 +1,204 @@
+"""What one rank of P needs for a step of a decoder whose sequences are split: bytes, messages of weights, seconds.
+
+The messages of a layer are those of stretto/costs.py and, to compare with, those of Megatron-LM's tensor parallelism
+with sequence-parallel norms: weights are split, and all tokens come together in front of both halves of a layer. Its
+inputs stay gathered for the backward pass (keep), or are gathered again. A rank sends 8 c s h elements in 8 messages
+per layer; gathered again, 10 c s h in 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from stretto import costs
+from stretto.config import ModelConfig
+from stretto.costs import Link, Message, Pass, Traffic, exposed_seconds, kv_width, mlp_widths, sum_passes
+
+STATE_BYTES = (4, 4, 8)  # of a parameter: weight (fp32, or bf16 and the 16 bits below), gradient, AdamW's moments
+
+
+def find_obstacle(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> str:
+    """Says why this model cannot be split so; empty if it can."""
+    if method != "megatron" or tokens % ranks:
+        return costs.find_obstacle(cfg, method, ranks, tokens)
+    return f"{cfg.heads} heads do not divide by {ranks} ranks" if cfg.heads % ranks else ""
+
+
+def layer_traffic(
+    cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int = 2, reduced: int = 4, keep: bool = True
+) -> Traffic:
+    """The messages of one rank in one layer, megatron's too."""
+    if method != "megatron" or ranks == 1:
+        return costs.layer_traffic(cfg, method, ranks, tokens, element, reduced, keep)
+    size = (ranks - 1) / ranks * tokens * cfg.width * element
+    gather = Message("all-gather", size, ranks - 1, count=2)
+    scatter = Message("reduce-scatter", size, ranks - 1, count=2)
+    return Traffic((gather, scatter), (gather, scatter) if keep else (gather, gather, scatter))
+
+
+def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
+    """Of a decoder: those of one block, and those outside of the blocks."""
+    up, inner = mlp_widths(cfg)
+    h, kv = cfg.width, kv_width(cfg)
+    norm = h * (2 if cfg.norm == "layernorm" and cfg.bias else 1)
+    products = h * (h + 2 * kv) + h * h + h * up + inner * h
+    biases = (h + 2 * kv) + h + up + h if cfg.bias else 0
+    tables = cfg.vocab * (1 if cfg.tied else 2) + (cfg.max_len if cfg.positions == "learned" else 0)
+    return products + biases + 2 * norm, tables * h + (norm if cfg.norm_order == "pre" else 0)
+
+
+def weight_traffic(parameters: int, ranks: int, sharded: bool, element: int = 2, reduced: int = 4) -> Traffic:
+    """Of these parameters, once a step. Ranks with other tokens add up their gradients; where weights are sharded
+    (FSDP), each use of them begins by gathering them."""
+    if ranks == 1:
+        return Traffic()
+    c, hops = (ranks - 1) / ranks, ranks - 1
+    if not sharded:
+        return Traffic((), (Message("all-reduce", 2 * c * parameters * reduced, 2 * hops),))
+    gather = Message("all-gather", c * parameters * element, hops)
+    return Traffic((gather,), (gather, Message("reduce-scatter", c * parameters * reduced, hops)))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    moments: float
+    activations: float  # kept by all layers for the backward pass
+    gathered: float  # K/V of all tokens (megatron: inputs), in all layers that keep them
+    working: float  # what the backward pass of one layer needs besides
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def kept_bytes(
+    cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int = 2, recompute: bool = False
+) -> int:
+    """What one fused pre-norm layer keeps on a rank, other than weights and gathered tensors. Per token: the stream and
+    the normalised stream, twice; queries, keys, values and the result; both inner values of the MLP, or one if the
+    other is computed again; and in fp32 the statistics of both norms and the logarithms of attention's sums."""
+    up, inner = mlp_widths(cfg)
+    width = 5 * cfg.width + cfg.width + 2 * kv_width(cfg) + up + (0 if recompute else inner)
+    if method == "ulysses" and ranks > 1:
+        width += cfg.width  # the result as all tokens of some heads, and as some tokens of all heads
+    if method in ("gather", "ring") and ranks > 1:
+        width += 2 * kv_width(cfg)  # keys and values once more, side by side as they are sent
+    statistics = 2 * (1 if cfg.norm == "rmsnorm" else 2) + cfg.heads
+    return tokens // ranks * (width * element + statistics * 4)
+
+
+def gathered_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int = 2) -> int:
+    """Of one layer, besides what is counted in kept_bytes: not divided by the number of ranks. Megatron's two inputs
+    take the place of the local ones."""
+    if ranks == 1 or method not in ("gather", "megatron"):
+        return 0
+    return 2 * (tokens * kv_width(cfg) if method == "gather" else (tokens - tokens // ranks) * cfg.width) * element
+
+
+def rank_memory(
+    cfg: ModelConfig,
+    method: str,
+    ranks: int,
+    tokens: int,
+    sharded: bool = True,
+    element: int = 2,
+    reduced: int = 4,
+    keep: bool = False,
+    recompute: bool = False,
+) -> Memory:
+    """Of a decoder; `sharded`: weights, gradients and moments are split over the ranks (FSDP), as megatron's are in any
+    case."""
+    block, outside = count_parameters(cfg)
+    parameters, split = cfg.layers * block + outside, ranks if sharded or method == "megatron" else 1
+    weights, gradients, moments = (parameters * size / split for size in STATE_BYTES)
+    one = gathered_bytes(cfg, method, ranks, tokens, element)
+    return Memory(
+        weights,
+        gradients,
+        moments,
+        activations=cfg.layers * kept_bytes(cfg, method, ranks, tokens, element, recompute),
+        gathered=cfg.layers * one if keep else 0,
+        working=_working_bytes(cfg, method, ranks, tokens, element, reduced, recompute)
+        + (0 if keep else one)
+        # FSDP has this block's weights, those of the one before, and those outside of blocks.
+        + ((2 * block + outside) * element if sharded and ranks > 1 and method != "megatron" else 0),
+    )
+
+
+def _working_bytes(
+    cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int, reduced: int, recompute: bool
+) -> float:
+    """At the worse of two times in a layer's backward pass: gradients of the MLP's inner values and, if these are
+    computed again, one of them; or those of queries, keys and values, where `gather` has those of all keys, and in a
+    ring there are a block that comes, a block that goes, and the gradients of both. Besides, keys that are seen are
+    copied together, and their gradients are there as they are found before they are added up."""
+    own, (up, inner), kv = tokens // ranks, mlp_widths(cfg), kv_width(cfg)
+    mlp = own * (up + inner + (inner if recompute else 0)) * element
+    attention = own * (2 * cfg.width + 2 * kv) * element
+    if method == "gather" and ranks > 1:
+        attention += 2 * tokens * kv * reduced + _found_bytes(cfg, tokens, element, reduced)
+    if method == "ring" and ranks > 1:
+        attention += 2 * 2 * own * kv * (element + reduced) + _found_bytes(cfg, own, element, reduced)
+    return max(mlp, attention)
+
+
+def _found_bytes(cfg: ModelConfig, tokens: int, element: int, reduced: int) -> int:
+    """Keys and values side by side, the gradients of both, and one of them as it is added. Kernels find gradients for
+    each query head before they add up those of heads that share a key."""
+    kv = kv_width(cfg)
+    return tokens * (kv * (4 * element + reduced) + (2 * cfg.width * element if kv < cfg.width else 0))
+
+
+def classic_activation_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> float:
+    """Of one layer in 16 bits without fused kernels, where attention keeps its scores: 34 s h + 5 n s^2 (Korthikanti et
+    al. 2022) over the ranks and, for `gather`, the gathered K/V. Memory as it was counted before FlashAttention."""
+    split = (34 * tokens * cfg.width + 5 * cfg.heads * tokens**2) / ranks
+    return split + (gathered_bytes(cfg, "gather", ranks, tokens) if method == "gather" else 0)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, and what they go into."""
+
+    layers: float  # work in all layers
+    outside: float  # embedding, output layer, loss and update
+    waits: float  # for messages of layers
+    weights: float  # for weights and their gradients
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.outside + self.waits + self.weights
+
+
+def compose_step(
+    cfg: ModelConfig,
+    method: str,
+    ranks: int,
+    link: Link,
+    rest: Pass,
+    blocks: Sequence[Pass],
+    outside: float,
+    traffic: Traffic,
+    sharded: bool = True,
+    element: int = 2,
+    reduced: int = 4,
+) -> StepTime:
+    """From the times of one layer's work, `rest` and its blocks of attention, and of the work outside of layers.
+    Weights travel while layers work, as far as these do not hide other messages; those outside of blocks come before
+    and go after everything else."""
+    work, waits = rest + sum_passes(blocks), exposed_seconds(method, blocks, traffic, link)
+    hidden = Pass(link.seconds(traffic.forward), link.seconds(traffic.backward)) + waits * -1
+    per_block, alone = count_parameters(cfg)
+    weights = 0.0
+    if method != "megatron":
+        block = weight_traffic(per_block, ranks, sharded, element, reduced)
+        forward = max(link.seconds(block.forward) - (work.forward - hidden.forward), 0.0)
+        backward = max(link.seconds(block.backward) - (work.backward - hidden.backward), 0.0)
+        first = weight_traffic(alone, ranks, sharded, element, reduced)
+        weights = cfg.layers * (forward + backward) + link.seconds([*first.forward, *first.backward[-1:]])
+    return StepTime(cfg.layers * work.total, outside, cfg.layers * waits.total, weights)

@@ -1,0 +1,45 @@
+"""Tiny runs: their configurations as trees, and what they left in their folders."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stretto.config import Config
+from stretto.report import read_events
+from tests.corpora import write_corpus
+
+MakeConfig = Callable[..., Config]
+
+
+def base(folder: Path) -> dict[str, Any]:
+    """A tiny causal run whose corpus lies in the folder."""
+    return {
+        "run": {"dir": "", "device": "cpu", "timeout_s": 60},
+        "data": {"train": str(write_corpus(folder / "text")), "seq_len": 16, "batch_size": 4, "suffix": ".txt"},
+        "model": {"layers": 2, "width": 32, "heads": 4, "max_len": 32, "dropout": 0.1},
+        "optim": {"lr": 1e-2, "warmup": 5},
+        "train": {"steps": 8, "log_every": 1, "micro_batches": 4, "eval_batches": 3, "eval_every": 4},
+        "parallel": {"data": "replicate"},
+    }
+
+
+def change(tree: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A copy of the tree; keyword arguments named section__key change it."""
+    tree = copy.deepcopy(tree)
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        tree.setdefault(section, {})[name] = value
+    return tree
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss."""
+    return {event["step"]: event["loss"] for event in read_events(folder) if "loss" in event}
+
+
+def eval_losses(folder: Path) -> dict[int, float]:
+    """Step -> loss on held-out data."""
+    return {event["step"]: event["eval_loss"] for event in read_events(folder) if "eval_loss" in event}
