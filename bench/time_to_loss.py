@@ -50,11 +50,14 @@ from stretto.data import Data, open_data
 from stretto.errors import ConfigError, Preempted, StrettoError
 from stretto.files import replacing
 from stretto.flops import training_flops
-from stretto.model import build_model
+from stretto.mesh import Mesh
+from stretto.model import build_model, sites
 from stretto.recipes import find_recipe
 from stretto.report import read_events
 from stretto.runtime import Runtime, choose_device, describe_environment
-from stretto.train import build_layer_drop, complete, train
+from stretto.techniques import open_techniques
+from stretto.techniques.technique import At, Context
+from stretto.train import complete, train
 
 RECIPES = Path(__file__).parent / "recipes"
 VARIANTS = (
@@ -219,7 +222,7 @@ def plan(recipe: str, config: Config, variants: Sequence[str], num_seeds: int, o
     if not config.data.cache:
         config = replace(config, data=replace(config.data, cache=str(store)))
     data = open_data(config.data, seed=config.run.seed, folder=store, image_size=config.model.image_size)
-    config = complete(config, data, Runtime(torch.device("cpu")))
+    config = complete(config, data, Mesh())
     varied = {variant: vary(config, variant, data) for variant in variants}
     jobs = []
     for seed in range(num_seeds):
@@ -260,11 +263,11 @@ def shrink(config: Config, data: Data) -> ModelConfig:
 
 def mean_flops(config: Config, data: Data) -> float:
     """Of a micro-batch like the first one, over all steps, with the blocks that the run itself will choose."""
-    batch, drop = data.train_batch(0), config.techniques.layer_drop
-    if drop is None:
-        return training_flops(config.model, batch.counts)
-    draw = build_layer_drop(drop, config, build_model(config.model))
-    depths = (draw(batch, step, step).depths for step in range(config.train.steps))
+    batch, model, steps = data.train_batch(0), build_model(config.model), config.train.steps
+    context = Context(config.model, torch.device("cpu"), "fp32", seed=config.run.seed, steps=steps)
+    techniques = open_techniques(config, context)
+    techniques.apply(model, sites(model))
+    depths = (techniques.prepare(batch, At(step, step)).depths for step in range(steps))
     return statistics.fmean(training_flops(config.model, batch.counts, one) for one in depths)
 
 

@@ -53,21 +53,23 @@ class Trainable:
         """The batch as a training step takes it, on the host."""
         return self.techniques.prepare(self.executor.prepare(batch), at)
 
-    def run_step(
-        self, step: int, batches: list[tuple[int, Batch]], num_labels: int, world: int = 1
-    ) -> tuple[Tensor, Tensor]:
-        """Update number `step`: this process's summed loss and the norm of all gradients, both still on the device."""
-        share = self.update.gradients.copies / (world * len(batches))
-        self.update.begin(num_labels)
-        self.techniques.begin(step, share, self.update.scaler)
-        results = self.executor.run(batches, self.techniques.graph_key(step))
-        self.techniques.end(step)
-        return results
-
     def describe(self) -> str:
         size = sum(p.numel() for p in self.model.parameters())
         words = [f"{self.model.cfg.kind} with {size / 1e6:.1f}M parameters", self.update.precision]
         return ", ".join([*words, *self.techniques.describe()])
+
+
+def run_step(
+    parts: Trainable, step: int, batches: list[tuple[int, Batch]], num_labels: int, world: int
+) -> tuple[Tensor, Tensor]:
+    """Update number `step` from this process's micro-batches: its summed loss and the norm of all gradients, both still
+    on the device. `num_labels` counts the labels of all processes."""
+    share = parts.update.gradients.copies / (world * len(batches))
+    parts.update.begin(num_labels)
+    parts.techniques.begin(step, share, parts.update.scaler)
+    results = parts.executor.run(batches, parts.techniques.graph_key(step))
+    parts.techniques.end(step)
+    return results
 
 
 @dataclass
@@ -237,7 +239,7 @@ def run_loop(run: Run, report: Report) -> None:
         labels, tokens, slots, padding, flops, stop = rt.sum_over_ranks([*_count(run.config, batches), int(rt.stop)])
         lr = learning_rate(run.config.optim, step, total)
         set_learning_rate(parts.update.optimizer, lr)
-        loss_sum, grad_norm = parts.run_step(step, batches, labels, rt.world)
+        loss_sum, grad_norm = run_step(parts, step, batches, labels, rt.world)
         run.step, run.tokens = step + 1, run.tokens + tokens
         meter.add(tokens, slots, padding, flops)
         meter.leave_out_recording(parts.executor.recording_seconds)

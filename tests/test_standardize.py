@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from stretto.layers import Affine
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -23,7 +24,6 @@ from stretto.config import FusedConfig, LayerDropConfig, ModelConfig, Standardiz
 from stretto.data import open_data
 from stretto.errors import CheckpointError, ConfigError
 from stretto.evaluate import measure
-from stretto.layers import Affine
 from stretto.model import Model, build_model, sites
 from stretto.ops.affine import standardization_loss
 from stretto.optim import learning_rate, set_learning_rate

@@ -75,7 +75,7 @@ def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torc
         usual = forms[i % len(batches)]
         prepared = parts.techniques.prepare(usual, At(i, i))
         batch = batches[i % len(batches)] if prepared is usual else prepared.to(rt.device)
-        loss_sum, _ = parts.run_step(i, [(i, batch)], batch.counts.labels, rt.world)
+        loss_sum, _ = train.run_step(parts, i, [(i, batch)], batch.counts.labels, rt.world)
         return loss_sum / batch.counts.labels
 
     records = isinstance(parts.executor, graphs.Recorded)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from stretto.layers import FusedBlock
 from torch import Tensor
 
 from bench import scale, share
@@ -19,7 +20,6 @@ from bench.rank_costs import gathered_bytes, kept_bytes
 from stretto.batch import Sequences
 from stretto.config import ModelConfig, build_config
 from stretto.costs import Pass
-from stretto.layers import FusedBlock
 from stretto.parallel.reach import Reach
 from stretto.parallel.sequence import Segment
 from stretto.parallel.ulysses import Ulysses

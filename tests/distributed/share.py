@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stretto.layers import FusedBlock
 from torch import Tensor
 
 from bench import share
 from bench.rank_costs import find_obstacle
 from stretto.batch import Sequences
 from stretto.config import ModelConfig, build_config
-from stretto.layers import FusedBlock
 from stretto.parallel import gather
 
 CPU, TOKENS = torch.device("cpu"), 64
