@@ -79,7 +79,8 @@ def write_folded(target: Path, trained: Trained) -> None:
     if trained.tokenizer is not None:
         (target / "data").mkdir()
         trained.tokenizer.save(target / "data" / "tokenizer.json")
-    techniques = replace(config.techniques, **{technique.name: None for technique in changes})
+    off = {technique.name: None for technique in changes if hasattr(config.techniques, technique.name)}
+    techniques = replace(config.techniques, **off)
     run = replace(config.run, dir=str(target))
     save_run(target, replace(config, run=run, model=model.cfg, techniques=techniques), trained.labels)
 

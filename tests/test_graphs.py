@@ -9,7 +9,6 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +25,11 @@ from stretto.mesh import Mesh
 from stretto.parallel.gradients import Gradients, Static
 from stretto.report import read_events
 from stretto.runtime import Runtime
-from stretto.techniques import open_techniques
 from stretto.train import Trainable, train
 from tests.corpora import write_images, write_pairs
 from tests.models import KINDS, make_batch
 from tests.ops.checks import DEVICE
-from tests.runs import MakeConfig
+from tests.runs import MakeConfig, explain_graphs
 
 NEVER = 10**9
 Run = Callable[..., tuple[list[float], checkpoint.Snapshot]]
@@ -337,16 +335,6 @@ def test_they_say_why_they_cannot_be_used(make_config: MakeConfig) -> None:
         train(make_config(train__graphs="on", train__precision="fp16"))
 
 
-def explain(config: Config) -> list[str]:
-    """What the log would say on a GPU."""
-    gpu, update = Runtime(torch.device("cuda")), SimpleNamespace(optimizer=None)
-    context = stretto.train.describe_context(config, gpu, Mesh())
-    obstacles = stretto.train._find_obstacles(config, context, open_techniques(config, context))
-    executor = stretto.train._choose_executor(config.train.graphs, update, None, obstacles, gpu)  # type: ignore[arg-type]
-    assert isinstance(executor, graphs.Auto) == (config.train.graphs == "auto" and not obstacles)
-    return executor.take_notes()
-
-
 def test_the_log_says_why_not_but_not_on_a_cpu(
     make_config: MakeConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,22 +342,22 @@ def test_the_log_says_why_not_but_not_on_a_cpu(
     assert config.train.graphs == "auto"
     train(config)
     assert "CUDA graphs" not in capsys.readouterr().out
-    (line,) = explain(make_config(techniques__fused=False))
+    (line,) = explain_graphs(make_config(techniques__fused=False))
     assert line.startswith("CUDA graphs: off: they need [techniques.fused]")
-    assert explain(config) == explain(make_config(techniques__fused={})) == []
-    assert explain(make_config(techniques__fused=False, train__graphs="off")) == []
-    (line,) = explain(make_config(train__precision="fp16"))
+    assert explain_graphs(config) == explain_graphs(make_config(techniques__fused={})) == []
+    assert explain_graphs(make_config(techniques__fused=False, train__graphs="off")) == []
+    (line,) = explain_graphs(make_config(train__precision="fp16"))
     assert "fp16" in line and "fused" not in line
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert explain(config) == []
-    (line,) = explain(make_config(parallel__data="shard"))
+    assert explain_graphs(config) == []
+    (line,) = explain_graphs(make_config(parallel__data="shard"))
     assert "shard" in line
 
 
 def test_blocks_that_are_left_out_may_stand_in_the_way(make_config: MakeConfig) -> None:
     def find(micro_batches: int = 1, **drop: Any) -> str:
         changes = {"techniques__layer_drop": drop, "train__micro_batches": micro_batches}
-        return "".join(explain(make_config(techniques__fused={}, **changes)))
+        return "".join(explain_graphs(make_config(techniques__fused={}, **changes)))
 
     assert find() == find(gate="sample", sampling="bernoulli") == find(2, gate="sample") == ""
     assert "too many patterns to record: set it to 'systematic'" in find(sampling="bernoulli")

@@ -126,6 +126,7 @@ def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> di
     weights in two halves: exact, and not cast for each product."""
     data = _DATA[PRESETS[workload.model["preset"]]["kind"]]
     recipe = {"model": workload.model, "data": data, "optim": {"lr": LEARNING_RATE}, "train": {"compile": True}}
+    recipe["techniques"] = {"fused": False}
     if contestant in FUSED:
         # Weights and moments in 16 bits, as the others then have them; and where those count, so do activations.
         lean = {"weights": "bf16", "moments": "bf16", "recompute": True}

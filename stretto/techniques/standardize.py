@@ -41,7 +41,7 @@ Find = Callable[..., tuple[Layout, int]]
 
 
 def _find_block_tokens(x: Tensor, layout: Layout, *others: Any, **named: Any) -> tuple[Layout, int]:
-    """A block may work on a part of the batch (layer_drop.py)."""
+    """A block may work on a part of the batch (batch.Share)."""
     share = next((value for value in (*others, *named.values()) if isinstance(value, Share)), EVERYTHING)
     subset = share.part.subset
     return (layout, len(x)) if subset is None else (subset.layout, len(subset.tokens))
