@@ -258,11 +258,12 @@ class StandardizeConfig:
 
 @dataclass(frozen=True)
 class TechniquesConfig:
-    """One subsection per technique, which is off unless its subsection is there, as in [techniques.layer_drop]."""
+    """One subsection per technique, in the order in which they are applied. A technique is off unless its subsection
+    is there, as in [techniques.layer_drop]."""
 
+    standardize: StandardizeConfig | None = None
     fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
     layer_drop: LayerDropConfig | None = None
-    standardize: StandardizeConfig | None = None
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from stretto.precision import PRECISIONS, resolve_precision
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.step import Update
-from stretto.techniques import Techniques, identify, load_all, open_techniques
-from stretto.techniques.technique import At, Context, Technique
+from stretto.techniques import Techniques, find_optimizers, identify, open_techniques
+from stretto.techniques.technique import At, Context
 from stretto.trained import save_run
 from stretto.weights import initialise
 
@@ -202,13 +202,10 @@ def _choose_executor(graphs: str, update: Update, model: Model, obstacles: list[
 
 def _find_obstacles(config: Config, context: Context, techniques: Techniques) -> list[str]:
     """Why steps cannot be replayed from CUDA graphs."""
-    has_optimizer = [cls for cls in load_all() if cls.build_optimizer is not Technique.build_optimizer]
-    names = " or ".join(f"[techniques.{cls.name}]" for cls in has_optimizer)
+    names = " or ".join(f"[{key}]" for key in find_optimizers())
     obstacles = {
         "they need a GPU": context.device.type != "cuda",
-        f"they need {names}, whose optimizer keeps all it needs on the device": not any(
-            type(technique) in has_optimizer for technique in techniques
-        ),
+        f"they need {names}, whose optimizer keeps all it needs on the device": not techniques.has_optimizer,
         f"parallel.data = '{config.parallel.data}' gathers weights in the middle of a pass, into memory that moves": (
             will_shard(config.parallel)
         ),

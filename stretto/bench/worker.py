@@ -65,9 +65,11 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
 
 
 def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torch.dtype) -> Contestant:
-    # Plain parameters are born in that type; the fused optimizer has its own way to keep them.
-    with _default_dtype(weights if config.techniques.fused is None else torch.float32):
-        parts = train.build(config, rt, build_mesh(config.parallel, rt.device, rt.rank, rt.world))
+    mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
+    techniques = open_techniques(config, train.describe_context(config, rt, mesh))
+    # Plain parameters are born in that type; an optimizer of a technique has its own way to keep them.
+    with _default_dtype(torch.float32 if techniques.has_optimizer else weights):
+        parts = train.build(config, rt, mesh)
     forms = [form(draw, config) for draw in draws]
     batches = [batch.to(rt.device) for batch in forms]
 

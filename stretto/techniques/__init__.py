@@ -7,7 +7,8 @@ technique.py says what a technique is, and docs/add-a-technique.md shows how to 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -16,21 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
-from stretto.config import Config, OptimConfig
+from stretto.config import Config, OptimConfig, ParallelConfig, TechniquesConfig
 from stretto.errors import ConfigError
 from stretto.techniques.technique import At, Context, Sites, Technique
 
+# Modules, each with one technique: the sections of a recipe and their order in config.py say which there are.
 ORDER = (
-    "stretto.techniques.standardize.Standardize",
-    "stretto.techniques.fused.Fused",
-    "stretto.techniques.layer_drop.LayerDrop",
-    "stretto.parallel.sequence.SequenceParallel",
+    *(f"stretto.techniques.{section.name}" for section in fields(TechniquesConfig)),
+    *(f"stretto.parallel.{axis}" for axis in ParallelConfig().axes()),
 )
 
 
 def load_all() -> list[type[Technique]]:
-    places = [path.rpartition(".") for path in ORDER]
-    return [getattr(import_module(module), name) for module, _, name in places]
+    modules = [import_module(path) for path in ORDER]
+    return [next(filter(partial(_is_technique_of, module.__name__), vars(module).values())) for module in modules]
+
+
+def _is_technique_of(module: str, value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Technique) and value.__module__ == module
 
 
 def open_techniques(config: Config, context: Context) -> Techniques:
@@ -47,6 +51,11 @@ def identify(config: Config) -> dict[str, Any]:
     """What must be equal for a resumed run to be the same run, of all techniques that are not exact."""
     kinds = [cls for cls in load_all() if not cls.exact]
     return {cls.name: cls.identity(cls.find_options(config, torch.device("cpu"))) for cls in kinds}
+
+
+def find_optimizers() -> list[str]:
+    """The sections of techniques that bring an optimizer."""
+    return [f"techniques.{cls.name}" for cls in load_all() if cls.build_optimizer is not Technique.build_optimizer]
 
 
 def find_changes(config: Config, device: torch.device) -> list[Technique]:
@@ -68,6 +77,15 @@ class Techniques:
     @property
     def gaps(self) -> bool:
         return any(technique.gaps for technique in self)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(technique.key in find_optimizers() for technique in self)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """The type that parameters are kept in."""
+        return next((technique.parameter_dtype for technique in self if technique.parameter_dtype), torch.float32)
 
     @property
     def by_block(self) -> bool:

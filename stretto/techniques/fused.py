@@ -93,6 +93,10 @@ class Fused(Technique):
             return options
         return FusedConfig() if device.type == "cuda" and triton is not None else None
 
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        return None if self.cfg.weights == "fp32" else torch.bfloat16
+
     def check(self, others: Sequence[Technique]) -> list[str]:
         reasons, weights, precision = [], self.cfg.weights, self.context.precision
         if self.context.device.type == "cuda" and triton is None:
@@ -115,8 +119,8 @@ class Fused(Technique):
                 module.__class__ = FUSED.get(type(module), type(module))
         for module in map(model.get_submodule, sites["block"]):
             module.recompute = self.cfg.recompute  # type: ignore[assignment]
-        if self.cfg.weights != "fp32":
-            model.to(torch.bfloat16)
+        if self.parameter_dtype is not None:
+            model.to(self.parameter_dtype)
 
     def build_optimizer(self, groups: list[dict[str, Any]], cfg: OptimConfig) -> FlatAdamW:
         return FlatAdamW(

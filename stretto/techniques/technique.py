@@ -89,6 +89,11 @@ class Technique:
         return f"techniques.{self.name}"
 
     @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """The type that parameters are kept in; None: as they are."""
+        return None
+
+    @property
     def gaps(self) -> bool:
         """Updates leave parameters without a gradient."""
         return False
