@@ -68,7 +68,8 @@ DISTRIBUTED: dict[str, dict[str, Any]] = {
        "techniques.standardize.warmup": 2},
     "gather": {"parallel.sequence": 2, "parallel.sequence_method": "gather"},
     "ring fused": {"parallel.sequence": 2, "parallel.sequence_method": "ring", "techniques.fused.weights": "fp32"},
-    "ulysses fused": {"parallel.sequence": 2, "parallel.sequence_method": "ulysses", "techniques.fused.weights": "fp32"},
+    "ulysses fused": {"parallel.sequence": 2, "parallel.sequence_method": "ulysses",
+                      "techniques.fused.weights": "fp32"},
     "auto hybrid": {"parallel.sequence": 2, "parallel.data": "hybrid"},
 }  # fmt: skip
 
