@@ -159,7 +159,7 @@ class FusedStack(Stack):
         return last.add(pending, x, self.norm, keys[-1][0], layout)[0] if last.pre_norm else x
 
     def draw_keys(self, x: Tensor) -> list[Keys]:
-        """For each block, and for the norm after the last."""
+        """The keys of dropout, for each block and for the norm after the last."""
         first = self.blocks[0]
         assert isinstance(first, FusedBlock)
         if not self.training or first.dropout == first.mlp.dropout == 0.0:

@@ -106,7 +106,7 @@ class LayerDrop(Technique):
 
     @property
     def num_kinds(self) -> int:
-        """Of systematic draws under one theta."""
+        """The number of patterns that systematic draws give under one theta."""
         return 1 + max(self.num_blocks.values()) if self.gaps else 1
 
     def check(self, others: Sequence[Technique]) -> list[str]:
@@ -189,7 +189,7 @@ class LayerDrop(Technique):
         return parts, scales
 
     def find_layouts(self, batch: Batch, stack: str) -> tuple[Layout, Layout | None]:
-        """Of what the stack reads, and of what its cross attention sees."""
+        """The layouts of what the stack reads and of what its cross attention sees."""
         if batch.pixels is not None:
             assert self.context.model is not None
             return dense_layout(len(batch.pixels), tokens_per_sample(self.context.model)), None

@@ -75,7 +75,7 @@ class Pressure:
             self.factor.copy_(scaler.scale(self.factor))
 
     def weigh(self, real: Tensor) -> Tensor:
-        """Of the tokens [T] that are real, one in `stride` counts: weights, fp32, which sum to 1."""
+        """Weights of tokens in the loss, fp32 [T], which sum to 1: one in `stride` of those that are real counts."""
         counts = real & (torch.arange(len(real), device=real.device) % self.stride == 0)
         return counts / counts.sum().clamp(min=1)
 
