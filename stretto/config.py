@@ -231,7 +231,9 @@ class LayerDropConfig:
     gate: Literal["batch", "sample"] = "batch"  # a block is left out for a whole step, or for some sequences of a batch
     # batch: with systematic the number of blocks left out varies by at most one; bernoulli decides for each by itself.
     sampling: Literal["systematic", "bernoulli"] = "systematic"
-    scale: Literal["branch", "update"] = "branch"  # what makes up for it, 1 / p, multiplies each branch or the block
+    # What makes up for it, 1 / p, multiplies each branch or the block. auto: each branch, and Hugging Face's layers as
+    # a whole.
+    scale: Literal["auto", "branch", "update"] = "auto"
 
     def __post_init__(self) -> None:
         _require(0.0 < self.theta <= 1.0, f"techniques.layer_drop.theta = {self.theta} must be above 0, and at most 1")

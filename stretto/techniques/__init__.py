@@ -7,7 +7,7 @@ technique.py says what a technique is, and docs/add-a-technique.md shows how to 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from math import prod
@@ -71,6 +71,11 @@ class Techniques:
 
     active: tuple[Technique, ...] = ()
 
+    def set_context(self, **changes: Any) -> None:
+        """What was not known when they were opened: the length of a run, a model that has moved."""
+        for technique in self:
+            technique.context = replace(technique.context, **changes)
+
     def __iter__(self) -> Iterator[Technique]:
         return iter(self.active)
 
@@ -116,13 +121,16 @@ class Techniques:
     def random_keys(self) -> tuple[int, ...]:
         return tuple(key for technique in self for key in technique.random_keys(self.others(technique)))
 
-    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler) -> None:
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         for technique in self:
             technique.begin(step, share, scaler)
 
     def end(self, step: int) -> None:
         for technique in self:
             technique.end(step)
+
+    def pattern(self) -> dict[str, Any]:
+        return {technique.name: pattern for technique in self if (pattern := technique.pattern())}
 
     def find_obstacles(self) -> list[str]:
         return [f"{technique.key}{reason}" for technique in self for reason in technique.find_obstacles()]
