@@ -101,7 +101,7 @@ class Foreign(Protocol):
     def switch_layers(
         self, name: str, find_problem: Callable[[Sequence[Switch]], str | None]
     ) -> Mapping[str, Sequence[Switch]]:
-        """Makes layers switchable, by the name of their stack, but for stacks that `find_problem` has a reason against."""
+        """Makes the layers of a stack switchable, by its name, unless `find_problem` has a reason against it."""
         ...
 
     def replace_norms(self, name: str, build: Callable[[int], R]) -> R:
@@ -200,7 +200,7 @@ class Technique:
         return ()
 
     def pattern(self) -> dict[str, Any]:
-        """What the operations of the update that was begun depend on besides batches. A recording is for one pattern."""
+        """What the operations of this update depend on besides batches. A recording is for one pattern."""
         return {}
 
     def metrics(self) -> dict[str, float]:
