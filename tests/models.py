@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from stretto.batch import IGNORE, Batch, Counts, Sequences
-from stretto.config import FusedConfig, ModelConfig, RopeScaling, TechniquesConfig
+from stretto.config import Config, FusedConfig, ModelConfig, RopeScaling, TechniquesConfig
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Model, build_model, sites
-from stretto.step import autocast
-from stretto.techniques import apply_all
+from stretto.precision import autocast
+from stretto.techniques import Techniques, open_techniques
+from stretto.techniques.technique import Context
 from stretto.weights import initialise, put
 
 VOCAB, WIDTH, MAX_LEN, CLASSES = 43, 24, 40, 4
@@ -139,10 +140,19 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[key] - value).abs().max() / scale[key]) for key, value in wanted.items())
 
 
+def apply_techniques(
+    model: Model, chosen: TechniquesConfig, device: torch.device = DEVICE, precision: str = "fp32", **context: Any
+) -> Techniques:
+    """Changes a model that is on the meta device; `context` is what else the techniques know of the run."""
+    techniques = open_techniques(Config(techniques=chosen), Context(model.cfg, device, precision, **context))
+    techniques.apply(model, sites(model))
+    return techniques
+
+
 def build(cfg: ModelConfig, fused: FusedConfig | None = None, dtype: torch.dtype = torch.float32) -> Model:
     """A model with or without the `fused` technique, whose weights every precision holds exactly."""
-    model = build_model(cfg)
-    apply_all(model, TechniquesConfig(fused=fused), sites(model), DEVICE, "bf16" if dtype == torch.bfloat16 else "fp32")
+    model, precision = build_model(cfg), "bf16" if dtype == torch.bfloat16 else "fp32"
+    apply_techniques(model, TechniquesConfig(fused=fused), DEVICE, precision)
     materialise(model, cfg, 0, DEVICE)
     with torch.no_grad():  # norms that are not 1 and biases that are not 0
         for i, p in enumerate(model.parameters()):

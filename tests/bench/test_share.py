@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from stretto.layers import FusedBlock
 from torch import Tensor
 
 from bench import scale, share
@@ -23,6 +22,7 @@ from stretto.costs import Pass
 from stretto.parallel.reach import Reach
 from stretto.parallel.sequence import Segment
 from stretto.parallel.ulysses import Ulysses
+from stretto.techniques.fused import FusedBlock
 
 ROOT, CPU, TOKENS = Path(__file__).parents[2], torch.device("cpu"), 64
 PRESETS = ("gpt2-tiny", "llama-tiny")

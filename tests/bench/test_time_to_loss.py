@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from click.testing import Result as Outcome
 from typer.testing import CliRunner
 
@@ -25,8 +24,8 @@ from stretto.config import Config, LayerDropConfig, build_config, load_config
 from stretto.data import Data, open_data
 from stretto.errors import ConfigError, Preempted
 from stretto.flops import training_flops
+from stretto.mesh import Mesh
 from stretto.report import read_events
-from stretto.runtime import Runtime
 from stretto.techniques.layer_drop import keep_probabilities, level_at
 from stretto.train import complete
 from tests.corpora import write_corpus
@@ -145,7 +144,7 @@ def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Dat
     }
     config = set_up(build_config(tree), 400, "constant", None)
     data = open_data(config.data, seed=0, folder=folder / "data")
-    return complete(config, data, Runtime(torch.device("cpu"))), data
+    return complete(config, data, Mesh()), data
 
 
 @pytest.mark.parametrize("theta", [0.25, 0.5, 0.9])
@@ -189,9 +188,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         runs.append([])
         return train(config)
 
-    def watched_step(parts: Any, batches: Any, *rest: Any) -> Any:
+    def watched_step(parts: Any, step: int, batches: Any, *rest: Any) -> Any:
         runs[-1] += [(index, batch.samples, batch.inputs.ids.tolist()) for index, batch in batches]
-        return run_step(parts, batches, *rest)
+        return run_step(parts, step, batches, *rest)
 
     monkeypatch.setattr(time_to_loss, "train", watched_train)
     monkeypatch.setattr(stretto.train, "run_step", watched_step)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stretto.layers import FusedBlock
 from torch import Tensor
 
 from bench import share
@@ -22,6 +21,7 @@ from bench.rank_costs import find_obstacle
 from stretto.batch import Sequences
 from stretto.config import ModelConfig, build_config
 from stretto.parallel import gather
+from stretto.techniques.fused import FusedBlock
 
 CPU, TOKENS = torch.device("cpu"), 64
 SENT: dict[str, list[int]] = defaultdict(list)  # bytes of each message
