@@ -32,13 +32,13 @@ TEXT = {"data.tokenizer": "bytes", "data.seq_len": 32, "data.batch_size": 4, "da
 RECIPES: dict[str, dict[str, Any]] = {
     "demo": TEXT | {"data.train": "text", "model.layers": 3, "model.width": 32, "model.dropout": 0.1},
     "causal-lm": TEXT | {"data.train": "text", "model.preset": "gpt2-tiny", "model.vocab": 0},
-    "masked-lm": TEXT | {"data.train": "text", "model.preset": "bert-tiny"},
+    "masked-lm": TEXT | {"data.train": "text", "model.preset": "bert-tiny", "model.attention_dropout": 0.0},
     "translation": {"data.train": "pairs", "data.eval": "pairs", "data.test": "", "data.vocab": 300,
                     "data.seq_len": 24, "data.max_tokens": 128, "model.preset": "transformer-tiny"},
     "images": {"data.train": "images.npz", "data.batch_size": 6, "model.preset": "vit-tiny", "data.held_out": 0.25},
 }  # fmt: skip
 PRE = {"model.norm_order": "pre"}
-FUSED = {"": {"techniques.fused": False}, "fused": {"techniques.fused.weights": "fp32"}}
+FUSED = {"": {}, "fused": {"techniques.fused.weights": "fp32"}}
 DROPS: dict[str, dict[str, Any]] = {
     "": {},
     "drop": PRE | {"techniques.layer_drop": True},
@@ -49,9 +49,10 @@ MORE: dict[str, dict[str, Any]] = {
     "bf16": {"train.precision": "bf16"},
     "bf16 split": {"train.precision": "bf16", "techniques.fused.weights": "split"},
     "bf16 all": {"train.precision": "bf16", "techniques.fused.weights": "bf16", "techniques.fused.moments": "bf16"},
-    "recompute": {"techniques.fused.recompute": True},
+    "recompute": {"techniques.fused.weights": "fp32", "techniques.fused.recompute": True},
     "micro": {"train.micro_batches": 2},
-    "micro fused drop": PRE | {"train.micro_batches": 2, "techniques.fused": True, "techniques.layer_drop": True},
+    "micro fused drop": PRE
+    | {"train.micro_batches": 2, "techniques.fused.weights": "fp32", "techniques.layer_drop": True},
     "bernoulli update": PRE | {"techniques.layer_drop.sampling": "bernoulli", "techniques.layer_drop.scale": "update"},
     "raptr text": PRE | {"techniques.layer_drop.schedule": "raptr", "techniques.layer_drop.index": "text"},
     "channel": {"techniques.standardize.axis": "channel", "techniques.standardize.warmup": 2},
@@ -59,15 +60,16 @@ MORE: dict[str, dict[str, Any]] = {
 }
 DISTRIBUTED: dict[str, dict[str, Any]] = {
     "replicate": {},
-    "replicate fused drop": PRE | {"techniques.fused": True, "techniques.layer_drop": True},
+    "replicate fused drop": PRE | {"techniques.fused.weights": "fp32", "techniques.layer_drop": True},
     "replicate standardize": {"techniques.standardize.warmup": 2},
     "shard": {"parallel.data": "shard"},
     "shard fused drop standardize": PRE
-    | {"parallel.data": "shard", "techniques.fused": True, "techniques.layer_drop": True,
+    | {"parallel.data": "shard", "techniques.fused.weights": "fp32", "techniques.layer_drop": True,
        "techniques.standardize.warmup": 2},
     "gather": {"parallel.sequence": 2, "parallel.sequence_method": "gather"},
-    "ring fused": {"parallel.sequence": 2, "parallel.sequence_method": "ring", "techniques.fused": True},
-    "ulysses fused": {"parallel.sequence": 2, "parallel.sequence_method": "ulysses", "techniques.fused": True},
+    "ring fused": {"parallel.sequence": 2, "parallel.sequence_method": "ring", "techniques.fused.weights": "fp32"},
+    "ulysses fused": {"parallel.sequence": 2, "parallel.sequence_method": "ulysses",
+                      "techniques.fused.weights": "fp32"},
     "auto hybrid": {"parallel.sequence": 2, "parallel.data": "hybrid"},
 }  # fmt: skip
 
@@ -113,7 +115,8 @@ def write_data(folder: Path) -> None:
 
 
 def write_overrides(folder: Path, run: Path, recipe: str, options: dict[str, Any], device: str) -> list[str]:
-    values = TINY | RECIPES[recipe] | {"run.dir": str(run), "run.device": device} | options
+    off = {} if any(key.startswith("techniques.fused") for key in options) else {"techniques.fused": False}
+    values = TINY | off | RECIPES[recipe] | {"run.dir": str(run), "run.device": device} | options
     for key in ("data.train", "data.eval", "data.test"):
         if values.get(key):
             values[key] = str(folder / values[key])

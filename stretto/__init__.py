@@ -15,12 +15,12 @@ Importing this package imports neither torch nor anything else that takes time.
 from typing import TYPE_CHECKING, Any
 
 from stretto.config import Config, load_config
+from stretto.version import __version__
 
 if TYPE_CHECKING:
     from stretto.hf import accelerate, restore
 
-__all__ = ["Config", "accelerate", "load_config", "restore"]
-__version__ = "0.1.0"
+__all__ = ["Config", "__version__", "accelerate", "load_config", "restore"]
 
 
 def __getattr__(name: str) -> Any:

@@ -69,7 +69,7 @@ class RopeScaling:
     """Llama 3.1's rotary positions for texts longer than those it began with; keys and names as in config.json. What
     counts is how often a pair of channels turns over the length of such a text."""
 
-    factor: float = 8.0  # pairs that turn at most low_freq_factor times turn so many times slower
+    factor: float = 8.0  # by which pairs that turn at most low_freq_factor times are slowed down
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0  # pairs that turn at least so often stay as they are; others are in between
     original_max_position_embeddings: int = 8192
@@ -96,7 +96,7 @@ class ModelConfig:
     mlp_width: int = 0  # 0: four times the width
     vocab: int = 0  # 0: what the tokenizer has, rounded up to a multiple of 64
     max_len: int = 1024  # size of the position table, and the longest text that is generated
-    window: int = 0  # decoder: a token sees so many, itself and those right before it; 0: all before it
+    window: int = 0  # decoder: number of tokens that a token sees, itself and those right before it; 0: all before it
     # none: what `stretto export --fold` makes of a model that was trained to need none; others may not train without.
     norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"
     norm_order: Literal["pre", "post"] = "pre"
@@ -229,9 +229,11 @@ class LayerDropConfig:
     # Of L blocks number l, counted from 1, is left out in proportion to (l - 1) / L (algorithm) or l / L (text).
     index: Literal["algorithm", "text"] = "algorithm"
     gate: Literal["batch", "sample"] = "batch"  # a block is left out for a whole step, or for some sequences of a batch
-    # batch: systematic leaves out as many blocks in every step, up to one; bernoulli decides for each by itself.
+    # batch: with systematic the number of blocks left out varies by at most one; bernoulli decides for each by itself.
     sampling: Literal["systematic", "bernoulli"] = "systematic"
-    scale: Literal["branch", "update"] = "branch"  # what makes up for it, 1 / p, multiplies each branch or the block
+    # What makes up for it, 1 / p, multiplies each branch or the block. auto: each branch, and Hugging Face's layers as
+    # a whole.
+    scale: Literal["auto", "branch", "update"] = "auto"
 
     def __post_init__(self) -> None:
         _require(0.0 < self.theta <= 1.0, f"techniques.layer_drop.theta = {self.theta} must be above 0, and at most 1")
@@ -246,7 +248,8 @@ class StandardizeConfig:
     final: float = 1.0  # the share of the weight that is left at the end, reached in a straight line
     axis: Literal["token", "channel", "layer"] = "token"  # of what mean and variance are taken
     affine: bool = True  # a learned scale (and shift, where the norm has one) stands where the norm stood; else nothing
-    # Statistics are those of every so many tokens. Odd, so that in sequences of even length no position is left out.
+    # Distance in tokens between those that statistics are taken of. Odd, so that in sequences of even length no
+    # position is left out.
     stride: int = 7
     depth_init: bool = True  # residual branches begin smaller by the square root of their number
 
@@ -258,11 +261,12 @@ class StandardizeConfig:
 
 @dataclass(frozen=True)
 class TechniquesConfig:
-    """One subsection per technique, which is off unless its subsection is there, as in [techniques.layer_drop]."""
+    """One subsection per technique, in the order in which they are applied. A technique is off unless its subsection
+    is there, as in [techniques.layer_drop]."""
 
+    standardize: StandardizeConfig | None = None
     fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
     layer_drop: LayerDropConfig | None = None
-    standardize: StandardizeConfig | None = None
 
 
 @dataclass(frozen=True)

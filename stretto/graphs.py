@@ -61,7 +61,7 @@ class Memory:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """For work that is not recorded, and leaves nothing behind but results."""
+        """Around work that is not recorded, and leaves nothing behind but results: it gets its memory from the pool."""
         if not self.exists:
             yield
             return
@@ -114,7 +114,7 @@ Prepare = Callable[[], AbstractContextManager[tuple[object, Sequence[Tensor]]]]
 
 
 def prepare_nothing() -> AbstractContextManager[tuple[object, Sequence[Tensor]]]:
-    """For work that reads its batches and what never moves, and leaves results and gradients."""
+    """What is entered around work that reads its batches and what never moves, and leaves results and gradients."""
     return nullcontext((None, ()))
 
 
@@ -241,7 +241,7 @@ class Auto(Executor):
         return time.perf_counter()
 
     def _choose(self, host_s: float, whole_s: float) -> None:
-        """Of all processes, the one that launching holds up most decides."""
+        """The process that launching holds up most decides for all."""
         times = self.agree([round(1e6 * host_s), max(round(1e6 * whole_s), 1)])
         host, whole = max(times, key=lambda pair: pair[0] / pair[1])
         found = f"the host takes {host / 1e3:.1f} ms of a step's {whole / 1e3:.1f} ms"

@@ -64,7 +64,7 @@ class Update:
             self.scaler.step(optimizer)
             self.scaler.update()
         else:
-            optimizer.found_inf = cancel  # type: ignore[attr-defined]  # what GradScaler sets for fused optimizers
+            optimizer.found_inf = cancel  # type: ignore[attr-defined]  # as GradScaler sets it
             optimizer.step()
         self.gradients.zero(optimizer)
         return norm

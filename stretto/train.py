@@ -8,68 +8,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from stretto import checkpoint, runtime
 from stretto.batch import Batch
+from stretto.build import Trainable, build, describe_context, find_portion, run_step
 from stretto.config import Config
 from stretto.data import Data, open_data
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
 from stretto.evaluate import evaluate
-from stretto.execute import Executor
 from stretto.files import refuse_links
 from stretto.flops import tokens_per_sample, training_flops
-from stretto.graphs import Auto, Recorded
-from stretto.guard import Guard
 from stretto.hf.folder import load_weights
 from stretto.mesh import Mesh, build_mesh
-from stretto.model import Model, build_model, sites
-from stretto.optim import build_optimizer, learning_rate, set_learning_rate, weight_writer
+from stretto.optim import learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
-from stretto.parallel.data import Portion, deal, shard, will_shard
-from stretto.parallel.gradients import choose_gradients
-from stretto.precision import PRECISIONS, resolve_precision
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
-from stretto.step import Update
-from stretto.techniques import Techniques, identify, load_all, open_techniques
-from stretto.techniques.technique import At, Context, Technique
+from stretto.techniques import identify, open_techniques
+from stretto.techniques.technique import At
 from stretto.trained import save_run
-from stretto.weights import initialise
-
-
-@dataclass(frozen=True)
-class Trainable:
-    """A model and all that trains it."""
-
-    model: Model
-    techniques: Techniques
-    update: Update
-    executor: Executor
-
-    def prepare(self, batch: Batch, at: At) -> Batch:
-        """The batch as a training step takes it, on the host."""
-        return self.techniques.prepare(self.executor.prepare(batch), at)
-
-    def describe(self) -> str:
-        size = sum(p.numel() for p in self.model.parameters())
-        words = [f"{self.model.cfg.kind} with {size / 1e6:.1f}M parameters", self.update.precision]
-        return ", ".join([*words, *self.techniques.describe()])
-
-
-def run_step(
-    parts: Trainable, step: int, batches: list[tuple[int, Batch]], num_labels: int, world: int
-) -> tuple[Tensor, Tensor]:
-    """Update number `step` from this process's micro-batches: its summed loss and the norm of all gradients, both still
-    on the device. `num_labels` counts the labels of all processes."""
-    share = parts.update.gradients.copies / (world * len(batches))
-    parts.update.begin(num_labels)
-    parts.techniques.begin(step, share, parts.update.scaler)
-    results = parts.executor.run(batches, parts.techniques.graph_key(step))
-    parts.techniques.end(step)
-    return results
 
 
 @dataclass
@@ -99,9 +56,8 @@ def train(config: Config, resume: bool = False) -> Path:
 
 
 def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
-    """Nothing of it is left when the processes part, not even in an error's frames (runtime.py). A model in DDP would
-    be the last to hold their group, and destroy it with the GIL in hand: that waits for threads of gloo's, and they may
-    want the GIL."""
+    """A function of its own, so that no model is left when the process group is destroyed (runtime.py): a model in DDP
+    would hold the group until then, and destroy it while it holds the GIL, for which threads of gloo may be waiting."""
     folder = Path(config.run.dir)
     with ExitStack() as cleanup:
         mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
@@ -126,102 +82,6 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
         run_loop(run, report)
         if rt.is_main:
             report.attempt("report.html", lambda: report.say(f"report: {write_report(folder, rt.device)}"))
-
-
-def describe_context(config: Config, rt: Runtime, mesh: Mesh) -> Context:
-    """What techniques may know of the run."""
-    portion = find_portion(config, mesh)
-    return Context(
-        model=config.model,
-        device=rt.device,
-        precision=resolve_precision(config.train.precision, rt.device),
-        mesh=mesh,
-        seed=config.run.seed,
-        steps=config.train.steps,
-        micro_batches=config.train.micro_batches,
-        seq_len=config.data.seq_len,
-        padded=config.data.layout == "padded",
-        part=(portion.part,) if portion.parts > 1 else (),
-    )
-
-
-def build(config: Config, rt: Runtime, mesh: Mesh) -> Trainable:
-    """Model, techniques, parallelism, optimizer, weights, execution: each needs the one before."""
-    context = describe_context(config, rt, mesh)
-    techniques = open_techniques(config, context)
-    obstacles = _find_obstacles(config, context, techniques)
-    model = build_model(config.model)
-    roles = sites(model)
-    techniques.apply(model, roles)
-    sharded = shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[context.precision], mesh)
-    model.to_empty(device=rt.device)
-    optimizer = build_optimizer(model, config.optim, techniques.build_optimizer)
-    initialise(model, config.model, config.run.seed, weight_writer(optimizer), techniques.start_value)
-    if config.train.compile:
-        _compile(model, roles["block"] if sharded or techniques.by_block else [""])
-    may_record = config.train.graphs != "off" and not obstacles
-    num_passes = max(rt.world, config.train.micro_batches) if may_record else 0
-    update = Update(
-        gradients=choose_gradients(model, sharded, techniques.gaps, num_passes),
-        optimizer=optimizer,
-        guard=Guard("fp16" if context.precision == "fp16" else config.train.non_finite, rt.device),
-        scaler=torch.amp.GradScaler(rt.device.type, enabled=context.precision == "fp16"),
-        precision=context.precision,
-        device=rt.device,
-        clip=config.optim.clip,
-        seed=config.run.seed,
-        # Parts of a micro-batch are dropped from differently, as different samples are.
-        random_keys=context.part + techniques.random_keys(),
-    )
-    return Trainable(model, techniques, update, _choose_executor(config.train.graphs, update, model, obstacles, rt))
-
-
-def _compile(model: Model, names: list[str]) -> None:
-    """One graph for the whole model; or one for each block, the same for all, where nothing is left to fuse between
-    blocks, not all of them work, or each block's weights are gathered on their own. The function is compiled, not the
-    call: hooks, which gather those weights, stay outside."""
-    torch._dynamo.config.recompile_limit = 64  # kinds of blocks, training or not, first and later shapes
-    for module in map(model.get_submodule, names):
-        module.forward = torch.compile(module.forward)
-
-
-def _choose_executor(graphs: str, update: Update, model: Model, obstacles: list[str], rt: Runtime) -> Executor:
-    def give_up() -> None:
-        update.gradients.release()
-        update.gradients = choose_gradients(model, sharded=False, gaps=False)
-
-    if graphs == "on":
-        return Recorded(update, update.optimizer)
-    if graphs == "auto" and not obstacles:
-        return Auto(update, update.optimizer, rt.gather_over_ranks, give_up)
-    executor = Executor(update)
-    if graphs == "auto" and rt.device.type != "cpu":  # nobody expects them on a CPU
-        executor.notes.append("CUDA graphs: off: " + "; ".join(obstacles))
-    return executor
-
-
-def _find_obstacles(config: Config, context: Context, techniques: Techniques) -> list[str]:
-    """Why steps cannot be replayed from CUDA graphs."""
-    has_optimizer = [cls for cls in load_all() if cls.build_optimizer is not Technique.build_optimizer]
-    names = " or ".join(f"[techniques.{cls.name}]" for cls in has_optimizer)
-    obstacles = {
-        "they need a GPU": context.device.type != "cuda",
-        f"they need {names}, whose optimizer keeps all it needs on the device": not any(
-            type(technique) in has_optimizer for technique in techniques
-        ),
-        f"parallel.data = '{config.parallel.data}' gathers weights in the middle of a pass, into memory that moves": (
-            will_shard(config.parallel)
-        ),
-        "fp16 adjusts its loss scale on the host: set train.precision to 'bf16'": context.precision == "fp16",
-    }
-    found = [reason for reason, holds in obstacles.items() if holds] + techniques.find_obstacles()
-    if found and config.train.graphs == "on":
-        raise ConfigError("train.graphs: " + "; ".join(found))
-    return found
-
-
-def find_portion(config: Config, mesh: Mesh) -> Portion:
-    return deal(config.train.micro_batches, mesh.data_rank, mesh.data_world)
 
 
 def run_loop(run: Run, report: Report) -> None:

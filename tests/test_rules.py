@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "stretto").rglob("*.py"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEST_MODULES = sorted((ROOT / "tests").rglob("*.py"))
 MAY_BE_IMPORTED = ("tests.hf.",)  # test modules that still are the library of others; empty is better
 FORBIDDEN_MODULES = {"pickle", "dill", "shelve", "marshal", "yaml"}

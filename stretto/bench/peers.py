@@ -28,8 +28,7 @@ from stretto.errors import ConfigError
 from stretto.families import choose_family, write_model
 from stretto.optim import FlatAdamW, build_optimizer
 from stretto.precision import autocast, resolve_precision
-from stretto.techniques import open_techniques
-from stretto.techniques.fused import Fused
+from stretto.techniques import find_optimizers, open_techniques
 from stretto.techniques.technique import Context
 
 # How each is compiled; None: not at all.
@@ -71,12 +70,10 @@ def build_accelerated(
 
     precision = resolve_precision(config.train.precision, device)
     techniques = open_techniques(config, Context(config.model, device, precision, seed=config.run.seed))
-    fused = next((technique.cfg for technique in techniques if isinstance(technique, Fused)), None)
-    if fused is None:
-        raise ConfigError(
-            "techniques.fused: the accelerated model takes its weights and moments from there; leave it on"
-        )
-    weights = torch.float32 if fused.weights == "fp32" else torch.bfloat16
+    if not techniques.has_optimizer:
+        names = " or ".join(find_optimizers())
+        raise ConfigError(f"{names}: the accelerated model takes its weights and moments from there; leave it on")
+    weights = techniques.parameter_dtype
     model, parameters = _build(config, own, weights, device)
     print(report(accelerate(model)), flush=True)
     optimizer = build_optimizer(model, config.optim, techniques.build_optimizer)

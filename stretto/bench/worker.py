@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto import graphs, runtime, train
+from stretto import graphs, runtime
 from stretto.batch import Batch, Counts
 from stretto.bench.batches import Draw, count, draw_batches, to_batch
 from stretto.bench.measure import Contestant, Work, measure
 from stretto.bench.workloads import WORKLOADS, fit_to_device
 from stretto.buckets import to_bucket
+from stretto.build import build, describe_context, run_step
 from stretto.config import Config, load_config
 from stretto.errors import OutOfMemoryError
 from stretto.flops import tokens_per_sample, training_flops
@@ -65,9 +66,11 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
 
 
 def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torch.dtype) -> Contestant:
-    # Plain parameters are born in that type; the fused optimizer has its own way to keep them.
-    with _default_dtype(weights if config.techniques.fused is None else torch.float32):
-        parts = train.build(config, rt, build_mesh(config.parallel, rt.device, rt.rank, rt.world))
+    mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
+    techniques = open_techniques(config, describe_context(config, rt, mesh))
+    # Plain parameters are born in that type; an optimizer of a technique has its own way to keep them.
+    with _default_dtype(torch.float32 if techniques.has_optimizer else weights):
+        parts = build(config, rt, mesh)
     forms = [form(draw, config) for draw in draws]
     batches = [batch.to(rt.device) for batch in forms]
 
@@ -75,7 +78,7 @@ def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torc
         usual = forms[i % len(batches)]
         prepared = parts.techniques.prepare(usual, At(i, i))
         batch = batches[i % len(batches)] if prepared is usual else prepared.to(rt.device)
-        loss_sum, _ = train.run_step(parts, i, [(i, batch)], batch.counts.labels, rt.world)
+        loss_sum, _ = run_step(parts, i, [(i, batch)], batch.counts.labels, rt.world)
         return loss_sum / batch.counts.labels
 
     records = isinstance(parts.executor, graphs.Recorded)
@@ -94,7 +97,7 @@ def form(draw: Draw, config: Config) -> Batch:
 def count_work(config: Config, draws: Sequence[Draw], rt: Runtime) -> Work:
     """Techniques may leave some of it out, other parts in every step: the mean counts."""
     model, mesh = build_model(config.model), build_mesh(config.parallel, rt.device, rt.rank, rt.world)
-    techniques = open_techniques(config, train.describe_context(config, rt, mesh))
+    techniques = open_techniques(config, describe_context(config, rt, mesh))
     techniques.apply(model, sites(model))
     depths = [techniques.prepare(form(draws[0], config), At(step, step)).depths for step in range(DRAWN)]
     counts = [count(draw) for draw in draws]

@@ -44,7 +44,7 @@ Method = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
 
 
 def choose(cfg: ParallelConfig, model: ModelConfig, tokens: int, world: int) -> tuple[ParallelConfig, str]:
-    """With a method, and why it is that one if it was not asked for, given so many tokens in a sequence."""
+    """The options with a method for sequences of `tokens`, and the reason for it unless the recipe names one."""
     if cfg.sequence_method != "auto":
         return cfg, ""
     # Groups are neighbours: with as many in a machine as torchrun says, none of them spans two.
@@ -233,5 +233,5 @@ class SequenceParallel(Technique):
 
 
 def _share(total: int, part: int, parts: int) -> int:
-    """Of a number that is counted over all processes."""
+    """The share of one process in a number that is counted over all of them."""
     return total * (part + 1) // parts - total * part // parts

@@ -7,7 +7,8 @@ technique.py says what a technique is, and docs/add-a-technique.md shows how to 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any
@@ -16,21 +17,24 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
-from stretto.config import Config, OptimConfig
+from stretto.config import Config, OptimConfig, ParallelConfig, TechniquesConfig
 from stretto.errors import ConfigError
 from stretto.techniques.technique import At, Context, Sites, Technique
 
+# Modules, each with one technique: the sections of a recipe and their order in config.py say which there are.
 ORDER = (
-    "stretto.techniques.standardize.Standardize",
-    "stretto.techniques.fused.Fused",
-    "stretto.techniques.layer_drop.LayerDrop",
-    "stretto.parallel.sequence.SequenceParallel",
+    *(f"stretto.techniques.{section.name}" for section in fields(TechniquesConfig)),
+    *(f"stretto.parallel.{axis}" for axis in ParallelConfig().axes()),
 )
 
 
 def load_all() -> list[type[Technique]]:
-    places = [path.rpartition(".") for path in ORDER]
-    return [getattr(import_module(module), name) for module, _, name in places]
+    modules = [import_module(path) for path in ORDER]
+    return [next(filter(partial(_is_technique_of, module.__name__), vars(module).values())) for module in modules]
+
+
+def _is_technique_of(module: str, value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Technique) and value.__module__ == module
 
 
 def open_techniques(config: Config, context: Context) -> Techniques:
@@ -49,6 +53,11 @@ def identify(config: Config) -> dict[str, Any]:
     return {cls.name: cls.identity(cls.find_options(config, torch.device("cpu"))) for cls in kinds}
 
 
+def find_optimizers() -> list[str]:
+    """The sections of techniques that bring an optimizer."""
+    return [f"techniques.{cls.name}" for cls in load_all() if cls.build_optimizer is not Technique.build_optimizer]
+
+
 def find_changes(config: Config, device: torch.device) -> list[Technique]:
     """The techniques of a run that have made another function of its model."""
     context = Context(config.model, device, "fp32", steps=config.train.steps)
@@ -62,12 +71,26 @@ class Techniques:
 
     active: tuple[Technique, ...] = ()
 
+    def set_context(self, **changes: Any) -> None:
+        """What was not known when they were opened: the length of a run, a model that has moved."""
+        for technique in self:
+            technique.context = replace(technique.context, **changes)
+
     def __iter__(self) -> Iterator[Technique]:
         return iter(self.active)
 
     @property
     def gaps(self) -> bool:
         return any(technique.gaps for technique in self)
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(technique.key in find_optimizers() for technique in self)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """The type that parameters are kept in."""
+        return next((technique.parameter_dtype for technique in self if technique.parameter_dtype), torch.float32)
 
     @property
     def by_block(self) -> bool:
@@ -98,13 +121,16 @@ class Techniques:
     def random_keys(self) -> tuple[int, ...]:
         return tuple(key for technique in self for key in technique.random_keys(self.others(technique)))
 
-    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler) -> None:
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         for technique in self:
             technique.begin(step, share, scaler)
 
     def end(self, step: int) -> None:
         for technique in self:
             technique.end(step)
+
+    def pattern(self) -> dict[str, Any]:
+        return {technique.name: pattern for technique in self if (pattern := technique.pattern())}
 
     def find_obstacles(self) -> list[str]:
         return [f"{technique.key}{reason}" for technique in self for reason in technique.find_obstacles()]

@@ -93,6 +93,10 @@ class Fused(Technique):
             return options
         return FusedConfig() if device.type == "cuda" and triton is not None else None
 
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        return None if self.cfg.weights == "fp32" else torch.bfloat16
+
     def check(self, others: Sequence[Technique]) -> list[str]:
         reasons, weights, precision = [], self.cfg.weights, self.context.precision
         if self.context.device.type == "cuda" and triton is None:
@@ -115,8 +119,8 @@ class Fused(Technique):
                 module.__class__ = FUSED.get(type(module), type(module))
         for module in map(model.get_submodule, sites["block"]):
             module.recompute = self.cfg.recompute  # type: ignore[assignment]
-        if self.cfg.weights != "fp32":
-            model.to(torch.bfloat16)
+        if self.parameter_dtype is not None:
+            model.to(self.parameter_dtype)
 
     def build_optimizer(self, groups: list[dict[str, Any]], cfg: OptimConfig) -> FlatAdamW:
         return FlatAdamW(
@@ -155,7 +159,7 @@ class FusedStack(Stack):
         return last.add(pending, x, self.norm, keys[-1][0], layout)[0] if last.pre_norm else x
 
     def draw_keys(self, x: Tensor) -> list[Keys]:
-        """For each block, and for the norm after the last."""
+        """The keys of dropout, for each block and for the norm after the last."""
         first = self.blocks[0]
         assert isinstance(first, FusedBlock)
         if not self.training or first.dropout == first.mlp.dropout == 0.0:

@@ -32,9 +32,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +45,20 @@ from torch import Tensor, nn
 from stretto.batch import Batch, Depth, Layout, Part, Subset, dense_layout
 from stretto.config import LayerDropConfig
 from stretto.flops import tokens_per_sample
-from stretto.techniques.technique import At, Estimate, Sites, Technique
+from stretto.techniques.technique import SAY_STEPS, At, Context, Estimate, Foreign, Sites, Switch, Technique
 
 LEVELS = 8  # steps of theta between 1 and its lowest value
 POST_NORM = (
     "a post-norm block normalises the stream itself, so that leaving it out changes the scale of all that follows,"
     " and training diverges"
 )
+
+
+def resolve_scale(cfg: LayerDropConfig, own: bool) -> Literal["branch", "update"]:
+    """`own`: the model is Stretto's, whose blocks can scale each branch."""
+    if cfg.scale == "auto":
+        return "branch" if own else "update"
+    return cfg.scale
 
 
 def theta_at(cfg: LayerDropConfig, step: int, total: int) -> float:
@@ -99,6 +108,14 @@ class LayerDrop(Technique):
     name, exact, by_block = "layer_drop", False, True
     cfg: LayerDropConfig
     num_blocks: dict[str, int]  # by the name of the stack
+    switches: Mapping[str, Sequence[Switch]] = MappingProxyType({})  # of a model of others, by the name of the stack
+
+    def __init__(self, cfg: LayerDropConfig, context: Context) -> None:
+        super().__init__(replace(cfg, scale=resolve_scale(cfg, own=context.model is not None)), context)
+
+    @classmethod
+    def identity(cls, cfg: LayerDropConfig | None) -> dict[str, Any] | None:
+        return super().identity(None if cfg is None else replace(cfg, scale=resolve_scale(cfg, own=True)))
 
     @property
     def gaps(self) -> bool:
@@ -106,13 +123,17 @@ class LayerDrop(Technique):
 
     @property
     def num_kinds(self) -> int:
-        """Of systematic draws under one theta."""
+        """The number of patterns that systematic draws give under one theta."""
         return 1 + max(self.num_blocks.values()) if self.gaps else 1
 
     def check(self, others: Sequence[Technique]) -> list[str]:
         model, reasons = self.context.model, []
         if model is not None and model.norm_order == "post":
             reasons.append(f"{POST_NORM}: use model.norm_order = 'pre'")
+        if model is None and self.cfg.scale == "branch":
+            reasons.append("scale = 'branch' is inside of Hugging Face's own layers: set it to 'update'")
+        if model is None and self.cfg.gate == "sample":
+            reasons.append("gate = 'sample' would cut all that layers are given: set it to 'batch'")
         if self.cfg.gate == "sample" and any(other.splits_sequences for other in others):
             reasons.append("gate = 'sample' would need other sequences for each block, split anew: set it to 'batch'")
         return reasons
@@ -127,6 +148,28 @@ class LayerDrop(Technique):
     def apply(self, model: nn.Module, sites: Sites) -> None:
         """There is nothing to exchange: every stack leaves out the blocks that a batch does not name."""
         self.num_blocks = {name: len(model.get_submodule(name).blocks) for name in sites["stack"]}  # type: ignore[arg-type]
+
+    def attach(self, model: Foreign) -> None:
+        self.switches = model.switch_layers(self.name, self._find_problem)
+        self.num_blocks = {name: len(switches) for name, switches in self.switches.items()}
+
+    def _find_problem(self, switches: Sequence[Switch]) -> str | None:
+        lowest = keep_probabilities(self.cfg, self.cfg.theta, len(switches))
+        if any(switch.needed and p < 1 for switch, p in zip(switches, lowest, strict=True)):
+            way = f"set {self.name}.index to 'algorithm'"
+            return f"its first layer makes what the others need, and cannot be left out: {way}"
+        return None
+
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
+        """Batches of ours bring the choice along; layers of others are told."""
+        for stack, switches in self.switches.items():
+            probabilities = keep_probabilities(self.cfg, self.theta(step), len(switches))
+            works = self.draw_blocks(stack, probabilities, step)
+            for number, (switch, p) in enumerate(zip(switches, probabilities, strict=True)):
+                switch.factor = 1 / p if number in works else 0.0
+
+    def pattern(self) -> dict[str, Any]:
+        return {stack: {i: s.factor for i, s in enumerate(switches)} for stack, switches in self.switches.items()}
 
     def prepare(self, batch: Batch, at: At) -> Batch:
         """A batch on the CPU, with what each block does with it."""
@@ -163,6 +206,10 @@ class LayerDrop(Technique):
         return self.theta(step)
 
     def theta(self, step: int) -> float:
+        cfg = self.cfg
+        by_length = cfg.schedule == "raptr" or (cfg.schedule == "decay" and cfg.gamma == 0.0)
+        if by_length and cfg.theta < 1 and self.context.steps == 0:
+            raise ValueError(f"{self.name}.schedule = {cfg.schedule!r} needs the number of updates: {SAY_STEPS}")
         return level_at(self.cfg, step, self.context.steps)
 
     def draw_blocks(self, stack: str, probabilities: Sequence[float], step: int) -> dict[int, Part]:
@@ -189,7 +236,7 @@ class LayerDrop(Technique):
         return parts, scales
 
     def find_layouts(self, batch: Batch, stack: str) -> tuple[Layout, Layout | None]:
-        """Of what the stack reads, and of what its cross attention sees."""
+        """The layouts of what the stack reads and of what its cross attention sees."""
         if batch.pixels is not None:
             assert self.context.model is not None
             return dense_layout(len(batch.pixels), tokens_per_sample(self.context.model)), None

@@ -34,7 +34,7 @@ from stretto.errors import CheckpointError
 from stretto.model import EVERYTHING, AddingNorm, ClassHead, EncoderDecoder, LMHead, Model, Stack, build_model
 from stretto.ops.affine import add_affine, standardization_loss
 from stretto.ops.language import triton
-from stretto.techniques.technique import Sites, Technique
+from stretto.techniques.technique import SAY_STEPS, Foreign, Sites, Technique
 
 BRANCH_ENDS = ("attention.out.weight", "cross.out.weight", "mlp.down.weight")
 Find = Callable[..., tuple[Layout, int]]
@@ -62,6 +62,7 @@ class Pressure:
     num_channels: int  # of all sites together, which the loss is a mean of
     axis: str
     stride: int
+    keeps_affine: bool = True  # the scale and shift of a norm stay
     factor: Tensor | None = None  # on the device, where recorded steps read it; None: nothing is pulled
     known: tuple[Layout, Tensor] | None = None  # the last layout, and its rows
     values: list[Tensor] | None = None  # the loss of each batch that was evaluated, without its weight; None: not kept
@@ -75,9 +76,30 @@ class Pressure:
             self.factor.copy_(scaler.scale(self.factor))
 
     def weigh(self, real: Tensor) -> Tensor:
-        """Of the tokens [T] that are real, one in `stride` counts: weights, fp32, which sum to 1."""
+        """Weights of tokens in the loss, fp32 [T], which sum to 1: one in `stride` of those that are real counts."""
         counts = real & (torch.arange(len(real), device=real.device) % self.stride == 0)
         return counts / counts.sum().clamp(min=1)
+
+    def add(
+        self,
+        branch: Tensor | None,
+        x: Tensor,
+        branch_bias: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        p: float,
+        key: Tensor | None,
+        post: bool,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        rows, factor = (None, None) if rows is None or self.factor is None else (rows, self.factor)
+        parts = (branch, x, branch_bias, weight, bias, p, key, post)
+        return add_affine(*parts, rows, factor, self.stride, self.axis)
+
+    def measure(self, y: Tensor, rows: Tensor) -> None:
+        """Adds the loss of a site in an evaluation to that of its batch."""
+        if self.values:
+            self.values[-1] += standardization_loss(y, rows, self.axis) / self.num_channels
 
     def weigh_layout(self, layout: Layout, num_tokens: int) -> Tensor:
         """The same for all blocks of a stack, so it is computed for the first."""
@@ -107,13 +129,10 @@ class Affine(AddingNorm):
         key: Tensor | None,
         post: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        of = self.pressure
-        pulled = self.training and self.rows is not None and of.factor is not None
-        rows, factor = (self.rows, of.factor) if pulled else (None, None)
-        parts = (branch, x, branch_bias, self.weight, self.bias, p, key, post, rows, factor, of.stride, of.axis)
-        y, stream = add_affine(*parts)
-        if not self.training and self.rows is not None and of.values:
-            of.values[-1] += standardization_loss(y, self.rows, of.axis) / of.num_channels
+        parts = (branch, x, branch_bias, self.weight, self.bias, p, key, post)
+        y, stream = self.pressure.add(*parts, self.rows if self.training else None)
+        if not self.training and self.rows is not None:
+            self.pressure.measure(y, self.rows)
         return y, stream
 
 
@@ -149,6 +168,10 @@ class Standardize(Technique):
         if any(map(_sites_of, map(model.get_submodule, sites["head"]))):
             model.register_forward_pre_hook(_note_labels)
 
+    def attach(self, model: Foreign) -> None:
+        cfg = self.cfg
+        self.pressure = model.replace_norms(self.name, lambda num: Pressure(num, cfg.axis, cfg.stride, cfg.affine))
+
     def start_value(self, name: str, value: Tensor) -> Tensor:
         """Branches begin smaller by the square root of their number, in all kinds of models; decoders always do so."""
         model = self.context.model
@@ -158,9 +181,11 @@ class Standardize(Technique):
         num_branches = 3 * (model.decoder_layers or model.layers) if in_decoder else 2 * model.layers
         return value / math.sqrt(num_branches)
 
-    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler) -> None:
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         """Each micro-batch has statistics of its own and the loss is their mean, so the loss is the same on any number
         of processes, and none waits for another's."""
+        if self.cfg.final < 1 and self.context.steps == 0:
+            raise ValueError(f"{self.name}.final = {self.cfg.final} needs the number of updates: {SAY_STEPS}")
         self.pressure.press(weight_at(self.cfg, step, self.context.steps) * share, self.context.device, scaler)
 
     def metrics(self) -> dict[str, float]:

@@ -3,11 +3,11 @@ technique is what it overrides, and the trainer calls all hooks without knowing 
 
     when                                hook
     before anything is built            check: why it cannot work, alone or with others
-    the model is on the meta device     apply
+    the model is on the meta device     apply;  the model is Hugging Face's: attach
     weights get their first values      start_value;  the optimizer is built: build_optimizer
     a batch is made, in a thread        prepare, for training and evaluation
     around each update                  begin, end
-    an update may be a CUDA graph       find_obstacles, graph_key
+    an update may be a CUDA graph       find_obstacles, graph_key, pattern
     a line is logged                    metrics
     a run is saved and resumed          state_dict, load_state_dict, identity
     a trained model is loaded, written  changes_function, fold
@@ -19,18 +19,21 @@ by all processes in `end`, and is part of the state.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
 from stretto.config import Config, ModelConfig, OptimConfig
+from stretto.errors import ConfigError
 from stretto.mesh import Mesh
 
 Sites = Mapping[str, Sequence[str]]  # role -> names of the modules that play it (model.sites)
+R = TypeVar("R", bound="NormRule")
+SAY_STEPS = "stretto.accelerate(model, ..., steps=NUMBER)"  # how a loop of one's own says how long it is
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,54 @@ class At:
     step: int  # number of the update, from 0
     index: int  # number of the micro-batch, from 0, over all updates
     training: bool = True
+
+
+class Switch(Protocol):
+    """A layer that can be left out from the outside."""
+
+    needed: bool  # the layer makes something that later layers need
+    factor: float | None  # of what the layer adds to the stream; 0: the layer is left out; None: nobody has said
+
+
+class NormRule(Protocol):
+    """What stands where a norm stood, over the parameters of that norm."""
+
+    keeps_affine: bool  # the scale and shift of the norm stay
+
+    def weigh(self, real: Tensor) -> Tensor:
+        """The weights of tokens in what is measured, [T], given which are real, bool [T]."""
+        ...
+
+    def add(
+        self,
+        branch: Tensor | None,
+        x: Tensor,
+        branch_bias: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        p: float,
+        key: Tensor | None,
+        post: bool,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and the stream that goes on, as AddingNorm.add in model.py. `rows` are weights of tokens in a
+        training step; None: nothing is measured."""
+        ...
+
+
+class Foreign(Protocol):
+    """What a model of others, changed from the outside, offers instead of sites. `name` is that of the technique; where
+    nothing can be done, a ValueError says why."""
+
+    def switch_layers(
+        self, name: str, find_problem: Callable[[Sequence[Switch]], str | None]
+    ) -> Mapping[str, Sequence[Switch]]:
+        """Makes the layers of a stack switchable, by its name, unless `find_problem` has a reason against it."""
+        ...
+
+    def replace_norms(self, name: str, build: Callable[[int], R]) -> R:
+        """Puts one rule in the place of all norms that tokens are known of; `build` is given their channels in all."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +140,11 @@ class Technique:
         return f"techniques.{self.name}"
 
     @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """The type that parameters are kept in; None: as they are."""
+        return None
+
+    @property
     def gaps(self) -> bool:
         """Updates leave parameters without a gradient."""
         return False
@@ -108,6 +164,10 @@ class Technique:
     def apply(self, model: nn.Module, sites: Sites) -> None:
         """Changes a model whose parameters have no values yet. State-dict keys stay."""
 
+    def attach(self, model: Foreign) -> None:
+        """Changes a model of others, from the outside."""
+        raise ConfigError(f"{self.key} works in Stretto's own models only")
+
     def start_value(self, name: str, value: Tensor) -> Tensor:
         """The first value of a parameter, given that of the plain model."""
         return value
@@ -124,7 +184,7 @@ class Technique:
         """What torch's generators depend on in this process, besides the seed and the micro-batch."""
         return ()
 
-    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler) -> None:
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         """Puts the numbers of an update on the device. `share` is the weight of a micro-batch of this process in what
         is averaged over micro-batches."""
 
@@ -138,6 +198,10 @@ class Technique:
     def graph_key(self, step: int) -> Hashable:
         """Updates with another key launch other kernels: what was recorded until then does not come again."""
         return ()
+
+    def pattern(self) -> dict[str, Any]:
+        """What the operations of this update depend on besides batches. A recording is for one pattern."""
+        return {}
 
     def metrics(self) -> dict[str, float]:
         """Numbers for the log. The host waits for the device here."""
