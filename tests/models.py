@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from stretto.batch import IGNORE, Batch, Counts, Sequences
-from stretto.config import Config, FusedConfig, ModelConfig, RopeScaling, TechniquesConfig
+from stretto.config import Config, FusedConfig, ModelConfig, OptimConfig, RopeScaling, TechniquesConfig
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Model, build_model, sites
+from stretto.optim import build_optimizer
 from stretto.precision import autocast
 from stretto.techniques import Techniques, open_techniques
+from stretto.techniques.fused import Fused
 from stretto.techniques.technique import Context
 from stretto.weights import initialise, put
 
@@ -159,6 +161,14 @@ def build(cfg: ModelConfig, fused: FusedConfig | None = None, dtype: torch.dtype
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.05
             p.copy_((p.cpu() + noise).bfloat16())
     return model.to(dtype).train()
+
+
+def build_adamw(
+    model: torch.nn.Module, cfg: OptimConfig, way: FusedConfig | None, seed: int = 0
+) -> torch.optim.Optimizer:
+    """Torch's AdamW, or that of the `fused` technique, over weights that are kept in this way."""
+    fused = None if way is None else Fused(way, Context(None, DEVICE, "fp32", seed=seed))
+    return build_optimizer(model, cfg, None if fused is None else fused.build_optimizer)
 
 
 def make_batch(cfg: ModelConfig, form: str = "packed", seed: int = 0) -> Batch:

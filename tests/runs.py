@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import stretto.train
+import stretto.build
 from stretto.config import Config
 from stretto.graphs import Auto
 from stretto.mesh import Mesh
@@ -56,8 +56,8 @@ def eval_losses(folder: Path) -> dict[int, float]:
 def explain_graphs(config: Config) -> list[str]:
     """What the log of a run on a GPU would say about CUDA graphs."""
     gpu, update = Runtime(torch.device("cuda")), SimpleNamespace(optimizer=None)
-    context = stretto.train.describe_context(config, gpu, Mesh())
-    obstacles = stretto.train._find_obstacles(config, context, open_techniques(config, context))
-    executor = stretto.train._choose_executor(config.train.graphs, update, None, obstacles, gpu)  # type: ignore[arg-type]
+    context = stretto.build.describe_context(config, gpu, Mesh())
+    obstacles = stretto.build._find_obstacles(config, context, open_techniques(config, context))
+    executor = stretto.build._choose_executor(config.train.graphs, update, None, obstacles, gpu)  # type: ignore[arg-type]
     assert isinstance(executor, Auto) == (config.train.graphs == "auto" and not obstacles)
     return executor.take_notes()

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+import stretto.build
 import stretto.train
 from stretto import checkpoint, graphs, runtime
 from stretto.batch import Batch, Counts, copy_into, pack, shape_of
 from stretto.buckets import to_bucket
+from stretto.build import Trainable
 from stretto.config import Config, load_config
 from stretto.errors import ConfigError, NonFiniteError
 from stretto.execute import Executor
@@ -25,7 +27,7 @@ from stretto.mesh import Mesh
 from stretto.parallel.gradients import Gradients, Static
 from stretto.report import read_events
 from stretto.runtime import Runtime
-from stretto.train import Trainable, train
+from stretto.train import train
 from tests.corpora import write_images, write_pairs
 from tests.models import KINDS, make_batch
 from tests.ops.checks import DEVICE
@@ -71,7 +73,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.fixture
 def possible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing speaks against graphs, on a CPU too: everything but the recording itself can be tried there."""
-    monkeypatch.setattr(stretto.train, "_find_obstacles", lambda *args: [])
+    monkeypatch.setattr(stretto.build, "_find_obstacles", lambda *args: [])
 
 
 def assert_equal(one: tuple[list[float], checkpoint.Snapshot], two: tuple[list[float], checkpoint.Snapshot]) -> None:

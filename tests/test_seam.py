@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-import stretto.train
+import stretto.build
 from stretto import checkpoint, graphs, techniques
 from stretto.batch import IGNORE, Batch, shape_of
 from stretto.bench import worker
@@ -50,7 +50,7 @@ NAMES = {
 TORCHS = r"torch's\s+fused|torch that are fused|fused=True|[Ff]used\s+(kernel|optimizer|AdamW)"
 SHARED = ("stretto/config.py", "stretto/techniques/__init__.py")
 NAMES_NONE = ("train", "step", "evaluate", "checkpoint", "report", "execute", "graphs", "data/")
-OF_MODELS_OF_OTHERS = "changes Hugging Face's models, which have no sites of ours"
+HF = "changes Hugging Face's models, which have no sites of ours"
 KNOWN = {
     "stretto/cli.py": "the help of --fold says which runs it is for",
     "stretto/bench/contest.py": "the recipes of contestants with kernels of ours and without",
@@ -58,7 +58,7 @@ KNOWN = {
     "stretto/bench/peers.py": "an accelerated model takes its weights and moments from these options",
     "stretto/bench/worker.py": "parameters are born in another type where no optimizer of ours keeps them",
 } | {
-    f"stretto/hf/{name}.py": OF_MODELS_OF_OTHERS
+    f"stretto/hf/{name}.py": HF
     for name in (
         "__init__", "exchanges", "layer_drop", "layers", "lazy", "projections", "roles", "standardize", "step", "swap",
         "trainer",
@@ -143,6 +143,7 @@ class Options:
     obstacle: bool = False
 
 
+OF_MODELS_OF_OTHERS = {"attach", "pattern"}  # hooks that a run of Stretto's own does not call
 CHOSEN: list[Options] = []  # those of the technique; empty: it is off
 CALLS: list[tuple[str, Any]] = []  # hook -> what it was given
 
@@ -182,6 +183,10 @@ class Probe(Technique):
         return "probe"
 
     @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
     def gaps(self) -> bool:
         return True
 
@@ -219,7 +224,7 @@ class Probe(Technique):
     def random_keys(self, others: Sequence[Technique]) -> tuple[int, ...]:
         return (7, len(others))
 
-    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler) -> None:
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         assert isinstance(scaler, torch.amp.GradScaler)
         CALLS.append(("begin", (step, share)))
 
@@ -270,7 +275,7 @@ def calls(*hooks: str) -> list[Any]:
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """It is in the order, behind all others, and on."""
-    monkeypatch.setattr(techniques, "ORDER", (*techniques.ORDER, f"{__name__}.Probe"))
+    monkeypatch.setattr(techniques, "ORDER", (*techniques.ORDER, __name__))
     CALLS.clear()
     CHOSEN[:] = [Options()]
     yield
@@ -289,9 +294,8 @@ def run(make_config: MakeConfig, folder: Path, steps: int = 6, resume: bool = Fa
 def test_a_technique_in_a_test_uses_every_hook(
     probe: None, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hooks = {
-        name for name, value in vars(Technique).items() if not name.startswith("_") and not isinstance(value, bool)
-    }
+    facts = {name for name, value in vars(Technique).items() if isinstance(value, bool)}
+    hooks = {name for name in vars(Technique) if not name.startswith("_")} - facts - OF_MODELS_OF_OTHERS
     assert hooks <= vars(Probe).keys() and len(hooks) > 18
 
     folder = run(make_config, tmp_path / "run")
@@ -330,18 +334,19 @@ def test_its_state_comes_back_and_its_identity_is_compared(
 def test_what_it_builds_is_used(probe: None, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
     gradients: list[tuple[Any, ...]] = []
-    choose = stretto.train.choose_gradients
+    choose = stretto.build.choose_gradients
     monkeypatch.setattr(torch, "compile", lambda forward: compiled.append(forward.__self__) or forward)
-    monkeypatch.setattr(stretto.train, "choose_gradients", lambda *args: gradients.append(args) or choose(*args))
+    monkeypatch.setattr(stretto.build, "choose_gradients", lambda *args: gradients.append(args) or choose(*args))
 
-    def build() -> stretto.train.Trainable:
-        return stretto.train.build(make_config(model__vocab=64, train__compile=True), Runtime(CPU), Mesh())
+    def build() -> stretto.build.Trainable:
+        return stretto.build.build(make_config(model__vocab=64, train__compile=True), Runtime(CPU), Mesh())
 
     parts = build()
     weights = dict(parts.model.named_parameters())
     assert isinstance(parts.update.optimizer, OwnAdamW) and calls("build_optimizer") == [len(weights)]
     assert calls("start_value") == [(name, p.shape) for name, p in weights.items()]
     assert parts.update.random_keys == (7, 0) and parts.techniques.num_kinds == 3
+    assert parts.techniques.parameter_dtype == torch.bfloat16
     assert compiled == [block for block in parts.model.modules() if isinstance(block, Block)] and len(compiled) == 2
     assert [given[2] for given in gradients] == [True], "gaps"
     CHOSEN.clear()
@@ -404,7 +409,7 @@ class Recorder:
 @pytest.fixture
 def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
     """CUDA graphs on a CPU, but for the recording itself."""
-    monkeypatch.setattr(stretto.train, "_find_obstacles", lambda config, context, active: active.find_obstacles())
+    monkeypatch.setattr(stretto.build, "_find_obstacles", lambda config, context, active: active.find_obstacles())
     monkeypatch.setattr(graphs, "Memory", lambda: SimpleNamespace(seconds=0.0))
     monkeypatch.setattr(graphs, "Recorder", Recorder)
     monkeypatch.setattr(Recorder, "made", [], raising=False)

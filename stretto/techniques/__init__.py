@@ -85,7 +85,7 @@ class Techniques:
 
     @property
     def has_optimizer(self) -> bool:
-        return any(technique.key in find_optimizers() for technique in self)
+        return any(type(technique).build_optimizer is not Technique.build_optimizer for technique in self)
 
     @property
     def parameter_dtype(self) -> torch.dtype:

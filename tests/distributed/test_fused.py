@@ -149,7 +149,7 @@ def test_split_weights_go_on_elsewhere(runs: Path, folder: str, legs: dict[str, 
 @pytest.mark.parametrize("fused", [FusedConfig(weights="split"), FusedConfig(), None], ids=["split", "fp32", "off"])
 def test_split_weights_are_loaded_exactly_in_one_process(runs: Path, fused: FusedConfig | None) -> None:
     folder = runs / "two" / "split-shard"
-    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused))
+    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused=fused))
     parts = build(config, Runtime(torch.device("cpu")), Mesh())
     shot = checkpoint.load(folder / "checkpoints", STEPS)
     checkpoint.restore_weights(parts.model, shot, weight_writer(parts.update.optimizer))

@@ -145,7 +145,7 @@ def test_all_leave_out_the_same_blocks(runs: Path, way: str) -> None:
 @pytest.mark.parametrize("fused", [FusedConfig(), None], ids=["fused", "plain"])
 def test_weights_of_many_processes_are_loaded_exactly_in_one(runs: Path, fused: FusedConfig | None) -> None:
     folder = runs / "four" / "fused hybrid"
-    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused), parallel=ParallelConfig())
+    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused=fused), parallel=ParallelConfig())
     parts, shot = build(config, Runtime(torch.device("cpu")), Mesh()), checkpoint.load(folder / "checkpoints", STEPS)
     checkpoint.restore_weights(parts.model, shot, weight_writer(parts.update.optimizer))
     checkpoint.restore_moments(parts.model, parts.update.optimizer, shot)
