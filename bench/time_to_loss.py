@@ -26,7 +26,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -274,8 +274,10 @@ def mean_flops(config: Config, data: Data) -> float:
 def describe(varied: Mapping[str, Config], data: Data) -> str:
     """What is equal, and how nearly the smaller model is."""
     config = varied["plain"]
-    whole = mean_flops(config, data)
-    shares = {name: mean_flops(one, data) / whole for name, one in varied.items()}
+    whole, shares = mean_flops(config, data), dict[str, float]()
+    for name, one in varied.items():
+        with suppress(ConfigError):  # a variant that cannot run says why when its turn comes
+            shares[name] = mean_flops(one, data) / whole
     costs = ", ".join(f"{name} {share:.3f} ({varied[name].model.layers} layers)" for name, share in shares.items())
     return f"{config.train.steps:,} steps, {config.optim.schedule} learning rate. FLOPs of a step on average: {costs}."
 

@@ -181,7 +181,8 @@ def test_work_is_that_of_the_blocks_that_are_not_left_out() -> None:
 @pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("split", torch.bfloat16)])
 def test_the_accelerated_one_keeps_its_weights_as_asked(weights: str, dtype: torch.dtype) -> None:
     workload = fit_to_device(WORKLOADS["gpt2_small_1x1024"], "cpu")
-    config = build_config(make_recipe(workload, "stretto hf") | {"techniques": {"fused": {"weights": weights}}})
+    changes = {"techniques": {"fused": {"weights": weights}}, "train": {"precision": "bf16"}}
+    config = build_config(make_recipe(workload, "stretto hf") | changes)
     assert {p.dtype for p in build_accelerated(config, {}, [], CPU).parameters} == {dtype}
 
 
