@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.version import __version__
 from stretto.config import RunConfig
 from stretto.errors import CheckpointError, ConfigError, DiskFullError, OutOfMemoryError, PeerLostError, StrettoError
 from stretto.files import open_in_place, open_new, write_text
+from stretto.version import __version__
 
 # Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports; the first match counts.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import stretto.build
 import stretto.train
 from stretto import checkpoint, graphs, runtime
 from stretto.batch import Batch, Counts, copy_into, pack, shape_of
@@ -73,7 +74,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.fixture
 def possible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing speaks against graphs, on a CPU too: everything but the recording itself can be tried there."""
-    monkeypatch.setattr(stretto.train, "_find_obstacles", lambda *args: [])
+    monkeypatch.setattr(stretto.build, "_find_obstacles", lambda *args: [])
 
 
 def assert_equal(one: tuple[list[float], checkpoint.Snapshot], two: tuple[list[float], checkpoint.Snapshot]) -> None:
@@ -341,8 +342,8 @@ def explain(config: Config) -> list[str]:
     """What the log would say on a GPU."""
     gpu, update = Runtime(torch.device("cuda")), SimpleNamespace(optimizer=None)
     context = stretto.train.describe_context(config, gpu, Mesh())
-    obstacles = stretto.train._find_obstacles(config, context, open_techniques(config, context))
-    executor = stretto.train._choose_executor(config.train.graphs, update, None, obstacles, gpu)  # type: ignore[arg-type]
+    obstacles = stretto.build._find_obstacles(config, context, open_techniques(config, context))
+    executor = stretto.build._choose_executor(config.train.graphs, update, None, obstacles, gpu)  # type: ignore[arg-type]
     assert isinstance(executor, graphs.Auto) == (config.train.graphs == "auto" and not obstacles)
     return executor.take_notes()
 

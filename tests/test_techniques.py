@@ -42,7 +42,7 @@ class Second(First):
 
 @pytest.fixture
 def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(techniques, "ORDER", (f"{__name__}.Second", f"{__name__}.First"))
+    monkeypatch.setattr(techniques, "load_all", lambda: [Second, First])
     CALLS.clear()
     return CALLS
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import stretto.build
 import stretto.train
 from stretto import graphs
 from stretto.config import build_config
@@ -84,7 +85,7 @@ def count_messages() -> Iterator[list[int]]:
 
 def put_off_graphs(until: int) -> None:
     """As if graphs were possible everywhere, but not worth it: that is found out after step number `until`."""
-    stretto.train._find_obstacles = lambda *args: []
+    stretto.build._find_obstacles = lambda *args: []
     graphs.TIMED, graphs.LAUNCH_BOUND = until, 2.0
 
 
@@ -94,9 +95,9 @@ def main() -> None:
     if "RANK" in os.environ:  # one group for all jobs: torchrun's store serves only one
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     os.environ["LOCAL_RANK"] = "0"  # all on one GPU, where there is one
-    known = stretto.train._find_obstacles, graphs.TIMED, graphs.LAUNCH_BOUND
+    known = stretto.build._find_obstacles, graphs.TIMED, graphs.LAUNCH_BOUND
     for name, job in jobs.items():
-        stretto.train._find_obstacles, graphs.TIMED, graphs.LAUNCH_BOUND = known
+        stretto.build._find_obstacles, graphs.TIMED, graphs.LAUNCH_BOUND = known
         if "put_off" in job:
             put_off_graphs(job["put_off"])
         result = run_job(job["config"], job.get("resume", False), job.get("stop_after", 0))
