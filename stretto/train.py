@@ -15,6 +15,7 @@ from stretto import checkpoint, parallel, runtime, techniques
 from stretto.batch import Batch
 from stretto.buckets import to_bucket
 from stretto.config import Config, LayerDropConfig
+from stretto.convert.folder import load_weights
 from stretto.data import Data, open_data
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
@@ -22,7 +23,6 @@ from stretto.evaluate import evaluate
 from stretto.files import refuse_links
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.guard import Guard
-from stretto.hf.folder import load_weights
 from stretto.model import Model, build_model, sites
 from stretto.optim import build_optimizer, learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report

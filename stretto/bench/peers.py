@@ -23,9 +23,9 @@ from stretto.batch import IGNORE
 from stretto.bench.batches import Draw, Text
 from stretto.bench.measure import Contestant
 from stretto.config import Config, ModelConfig
+from stretto.convert.families import choose_family, write_model
 from stretto.data.packing import find_slots, spread, to_tensor
 from stretto.errors import ConfigError
-from stretto.families import choose_family, write_model
 from stretto.optim import FlatAdamW, build_optimizer
 from stretto.step import autocast, resolve_precision
 

@@ -1,4 +1,4 @@
-"""Hugging Face models: made faster where they are, read from folders, written to folders.
+"""Hugging Face models, made faster where they are.
 
 `accelerate(model)` gives back the same object, with the same parameters and names, over the kernels of ops;
 `restore(model)` undoes it; `report(model)` says what was done. `Step` is a loop's whole update, launched as one;
@@ -19,9 +19,6 @@
     batching.py   batches of few shapes, for a loop of one's own
     step.py       whole updates as CUDA graphs, for a loop of one's own
     trainer.py    transformers' Trainer with all that
-
-Our own models from and to folders: weights.py has the tables of names, folder.py reads and writes, tokenizer.py writes
-the tokenizer. Which models there are, and how config.json describes them, is in stretto/families.py.
 """
 
 from importlib import import_module
