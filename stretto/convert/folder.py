@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = "model.safetensors"
 _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "pad"}
-# What surrounds a text while training, where {bos} and {eos} stand for these tokens.
+# Text and special tokens as training joins them, where {bos} and {eos} stand for these tokens.
 _AROUND = {
     "decoder": ("{bos} $A", "{bos} $A $B"),
     "encoder": ("{bos} $A {eos}", "{bos} $A {eos} $B:1 {eos}:1"),
@@ -200,7 +200,7 @@ def _describe_pixels(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _compare_pixels(folder: Path) -> list[str]:
-    """A line to say if the model was trained on pixels that were normalised in another way than ours."""
+    """A line for the log if the model was trained on pixels that were normalised in another way than ours."""
     try:
         theirs = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
         scales = {*theirs.get("image_mean", []), *theirs.get("image_std", [])}
@@ -221,6 +221,9 @@ def _transformers() -> Any:
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, cfg: ModelConfig) -> None:
+    """Writes a tokenizer as `AutoTokenizer` wants it: tokenizer.json, and what its special tokens are for. It gives the
+    ids that ours does, with the special tokens around them that the model has been trained with. One difference is
+    wanted: the text of a special token ("[MASK]" in a prompt) becomes that token, where a corpus may not have any."""
     inner = to_library(tokenizer)
     ids = {key: find_token(tokenizer, role) for key, role in _ROLES.items()}
     ids["unk_token"] = next((i for i in map(inner.token_to_id, _UNKNOWN) if i is not None), None)
@@ -242,7 +245,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, cfg: ModelConfig) -> Non
 
 
 def to_library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """One of the `tokenizers` library with the same ids."""
+    """A tokenizer of the `tokenizers` library with the same ids."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers
 
