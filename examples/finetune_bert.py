@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 import stretto
-from stretto.hf import Step
-from stretto.hf.batching import DataCollator, TokenBudgetSampler
+from stretto.hf import DataCollator, Step, TokenBudgetSampler
 from stretto.optim import FlatAdamW
 
 args = parse(__doc__, "data")

@@ -7,8 +7,7 @@ import torch
 from small import load_model, load_tokenizer, make_sentences, parse, read_lines
 from transformers import AutoModelForCausalLM, GPT2Config, TrainingArguments
 
-from stretto.hf import Trainer
-from stretto.hf.batching import DataCollator
+from stretto.hf import DataCollator, Trainer
 
 args = parse(__doc__, "data", "out")
 texts = read_lines(args.data) if args.data else make_sentences(600)

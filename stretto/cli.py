@@ -93,7 +93,7 @@ def export(
     """Write a trained run as a Hugging Face folder, tokenizer included; or one without norms, for Stretto itself."""
     import torch
 
-    from stretto.hf.folder import write_folder
+    from stretto.convert.folder import write_folder
     from stretto.trained import load_trained, write_folded
 
     trained = load_trained(run, torch.device("cpu"), step)

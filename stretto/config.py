@@ -16,8 +16,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
-from stretto.families import CHOICES, read_model
 
 
 @dataclass(frozen=True)

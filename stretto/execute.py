@@ -5,6 +5,7 @@ each launched by the host. graphs.py has those that replay recorded ones.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -47,14 +48,13 @@ class Executor:
         """One update from this process's micro-batches, each with its number. Updates with another `key` than the last
         one launch other operations. Returns the summed loss of these batches, and what `apply` gives; both are still on
         the device."""
-        gradients = self.work.gradients
-        loss_sum = torch.zeros((), device=self.work.device)
+        gradients, losses = self.work.gradients, list[Tensor]()
         for index, batch in batches:
             self.work.seed_for(index)
             with gradients.sync(last=index == batches[-1][0]):
-                loss_sum += self.learn(batch)
+                losses.append(self.learn(batch))
         gradients.finish()
-        return loss_sum, self.apply()
+        return reduce(torch.add, losses), self.apply()
 
     def learn(self, batch: Any) -> Tensor:
         return self.work.learn(batch)

@@ -12,13 +12,13 @@ from stretto import checkpoint, runtime
 from stretto.batch import Batch
 from stretto.build import Trainable, build, describe_context, find_portion, run_step
 from stretto.config import Config
+from stretto.convert.folder import load_weights
 from stretto.data import Data, open_data
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
 from stretto.evaluate import evaluate
 from stretto.files import refuse_links
 from stretto.flops import tokens_per_sample, training_flops
-from stretto.hf.folder import load_weights
 from stretto.mesh import Mesh, build_mesh
 from stretto.optim import learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report

@@ -7,7 +7,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from stretto.hf.weights import match, to_ours
+from stretto.convert.names import match, to_ours
 
 
 def translate(theirs: nn.Module, ours: nn.Module, read: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:

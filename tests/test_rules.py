@@ -92,7 +92,7 @@ def test_a_planted_import_of_a_test_module_is_found(planted: str) -> None:
 def test_advice_names_the_versions_that_are_required() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     transformers = next(need for need in project["optional-dependencies"]["hf"] if need.startswith("transformers"))
-    assert f"pip install '{transformers}'" in (ROOT / "stretto" / "hf" / "folder.py").read_text(encoding="utf-8")
+    assert f"pip install '{transformers}'" in (ROOT / "stretto" / "convert" / "folder.py").read_text(encoding="utf-8")
     assert f"transformers {transformers.partition('>=')[2]} or later" in (ROOT / "docs" / "hugging-face.md").read_text()
     assert any(need.startswith("pillow>=") for need in project["dependencies"]), "what reads images is ours to choose"
 

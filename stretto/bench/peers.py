@@ -23,9 +23,9 @@ from stretto.batch import IGNORE
 from stretto.bench.batches import Draw, Text
 from stretto.bench.measure import Contestant
 from stretto.config import Config, ModelConfig
+from stretto.convert.families import choose_family, write_model
 from stretto.data.packing import find_slots, spread, to_tensor
 from stretto.errors import ConfigError
-from stretto.families import choose_family, write_model
 from stretto.optim import FlatAdamW, build_optimizer
 from stretto.precision import autocast, resolve_precision
 from stretto.techniques import find_optimizers, open_techniques
@@ -84,7 +84,7 @@ def build_accelerated(
     batches = [
         {name: t.to(device, weights) if t.is_floating_point() else t for name, t in some.items()} for some in inputs
     ]
-    records = step.recorder is not None
+    records = step.executor is not step.eager
 
     def run(i: int) -> Tensor:
         with autocast(precision, device) if weights == torch.float32 else nullcontext():

@@ -3,21 +3,19 @@
 What changes, and nothing else does:
 
     model      goes through `stretto.accelerate`, unless it has been already
-    optimizer  where theirs would be torch's AdamW it is FlatAdamW, with the same groups, one launch and clipping inside
-               the update; weights in bf16 are then the upper halves of exact fp32 weights
-    schedules  of layer_drop and standardize follow its steps
+    optimizer  torch's AdamW becomes FlatAdamW, with the same groups, one launch and clipping inside the update; weights
+               in bf16 are then the upper halves of exact fp32 weights
+    schedules  of techniques follow its steps
     logs       tokens_per_second and mfu stand next to the loss
 
 Label smoothing needs no logits either. For it, and for a loss function of the user's, labels are taken out of the batch
-before the model sees them; so it is the Trainer that says what logits are wanted for.
+before the model sees them; so the Trainer says what logits are wanted for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.util import find_spec
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,13 +24,16 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
-from stretto.batch import IGNORE
-from stretto.hf.layer_drop import Gate
-from stretto.hf.loss import logits_wanted_for_loss
-from stretto.hf.packing import has_labels_on_padding
-from stretto.hf.swap import accelerate, dropping_of, is_accelerated, set_step
+from stretto.batch import IGNORE, Counts, Depth
+from stretto.config import ModelConfig, build_model_config
+from stretto.convert.families import FAMILIES, convert_config
+from stretto.errors import ConfigError
+from stretto.flops import training_flops
+from stretto.hf.acceleration import accelerate, gates_of, is_accelerated, set_step, techniques_of
+from stretto.hf.defer import logits_wanted_for_loss
+from stretto.hf.unpad import has_labels_on_padding
 from stretto.optim import FlatAdamW
-from stretto.runtime import peak_flops
+from stretto.report import Meter
 
 if find_spec("accelerate") is None:
     raise ImportError("stretto.hf.Trainer needs the package `accelerate`, as transformers' own does: pip install "
@@ -45,8 +46,8 @@ class Trainer(transformers.Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         model = _accelerate_once(self.model)
-        self.meter = Meter(model)
-        if dropping_of(model) is not None and self.args.ddp_find_unused_parameters is None:
+        self.meter = SpeedMeter(model, self.accelerator.device, self.accelerator.num_processes)
+        if techniques_of(model).gaps and self.args.ddp_find_unused_parameters is None:
             self.args.ddp_find_unused_parameters = True
             if self.accelerator.ddp_handler is not None:  # which was given the argument as it was
                 self.accelerator.ddp_handler.find_unused_parameters = True
@@ -71,7 +72,7 @@ class Trainer(transformers.Trainer):
             self.optimizer_cls_and_kwargs = given
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """What theirs calls before a step."""
+        """Is called by theirs before a step."""
         optimizer = getattr(self.optimizer, "optimizer", None)  # accelerate's wrapper holds it
         if not isinstance(optimizer, FlatAdamW):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
@@ -92,7 +93,7 @@ class Trainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         share, state = 1 / self.current_gradient_accumulation_steps, self.state
         set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
-        self.meter.add(inputs)
+        self.meter.count(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,9 +109,9 @@ class Trainer(transformers.Trainer):
             super()._save_checkpoint(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Into the dictionary that it is given, as theirs does: the caller may look at it afterwards."""
+        """Adds to the dictionary that it is given, as theirs does: the caller may look at it afterwards."""
         if "loss" in logs:
-            logs.update(self.meter.read(self.accelerator))
+            logs.update(self.meter.read_all(self.accelerator))
         super().log(logs, *args, **kwargs)
 
 
@@ -153,91 +154,102 @@ class LeanSmoother(LabelSmoother):
         return loss / ((targets != self.ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-class Meter:
-    """Real tokens a second, and the share of the device's peak that is useful matrix products (mfu).
+class SpeedMeter(Meter):
+    """The core's meter for batches of a Hugging Face model: real tokens a second, and mfu as flops.py counts it, for
+    models that Stretto has, too. Of a translation target tokens count, of an image its patches and one more. Sums stay
+    on the device until they are read."""
 
-    Of a translation target tokens count, of an image its patches and one more. Sums stay on the device until they are
-    read. A product counts 2 flops forward and 4 backward: the matrices of layers for every token, the output layer's
-    for labelled ones, those of layers that were left out not at all; products inside attention are not counted, so mfu
-    is a little low for long sequences.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, world: int) -> None:
         self.config = getattr(model, "config", None)
         self.pairs = bool(getattr(self.config, "is_encoder_decoder", False))
-        self.source_size, self.size, self.head_size = _count_matrices(model, self.pairs)
-        self.switched = _count_switched(model, self.pairs)
-        self.restart()
+        self.cfg = find_counterpart(model)
+        self.gates = gates_of(model)
+        super().__init__(device, world)
 
     def restart(self) -> None:
-        self.source: int | Tensor = 0
-        self.tokens: int | Tensor = 0
-        self.labelled: int | Tensor = 0
-        self.left_out: int | Tensor = 0  # products of layers that did not work, by token and element
-        self.since = perf_counter()
+        super().restart()
+        self.counted: int | Tensor = 0  # real tokens
+        self.sums: dict[tuple[tuple[str, int], ...], Tensor] = {}  # counts of batches, by the layers that worked
 
-    def add(self, inputs: Mapping[str, Any]) -> None:
-        tokens, labels = _count_tokens(inputs, self.config), inputs.get("labels")
-        labelled: int | Tensor = 0
-        if isinstance(labels, Tensor) and not labels.is_floating_point():
-            labelled = labels.ne(IGNORE).sum()
-        self.labelled = self.labelled + labelled
-        source: int | Tensor = 0
-        if self.pairs:
-            source, tokens = tokens, labelled
-        self.source, self.tokens = self.source + source, self.tokens + tokens
-        for gate, size, of_source in self.switched:
-            if gate.factor == 0.0:
-                self.left_out = self.left_out + size * (source if of_source else tokens)
+    def count(self, inputs: Mapping[str, Any]) -> None:
+        counts = count_batch(inputs, self.pairs)
+        self.counted = self.counted + counts[0] * _tokens_per_sample(inputs, self.config)
+        if self.cfg is not None:
+            working = self._count_layers(self.cfg.kind)
+            self.sums[working] = counts + self.sums[working] if working in self.sums else counts
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        begin = perf_counter()
-        yield
-        self.since += perf_counter() - begin
+    def _count_layers(self, kind: str) -> tuple[tuple[str, int], ...]:
+        """The number of layers that work in this update, by the sides of flops.py; empty where all of them do."""
+        found = []
+        for stack, gates in self.gates.items():
+            decodes = kind == "decoder" or (kind == "encoder-decoder" and not stack.endswith("encoder"))
+            found.append(("decoder" if decodes else "encoder", sum(gate.factor != 0.0 for gate in gates.values())))
+        return tuple(found)
 
-    def read(self, accelerator: Any) -> dict[str, float]:
-        """What was counted since the last time, by all processes; every one of them has to ask."""
-        mine = (self.source, self.tokens, self.labelled, self.left_out)
-        counts = torch.tensor([int(n) for n in mine], device=accelerator.device)
-        seconds = perf_counter() - self.since
-        source, tokens, labelled, left_out = accelerator.reduce(counts, "sum").tolist()
-        self.restart()
+    def read_all(self, accelerator: Any) -> dict[str, float]:
+        """The numbers since the last reading, of all processes together; every one of them has to ask."""
+        sums = torch.tensor([float(self.counted), self.count_flops()], device=accelerator.device)
+        tokens, flops = accelerator.reduce(sums, "sum").tolist()
+        self.add(tokens=int(tokens), slots=0, padding=0, flops=int(flops))
+        values = self.read()
         if tokens == 0:
             return {}
-        flops = 6 * (source * self.source_size + tokens * self.size + labelled * self.head_size - left_out)
-        peak = peak_flops(accelerator.device) * accelerator.num_processes
-        return {"tokens_per_second": tokens / seconds} | ({"mfu": flops / seconds / peak} if peak else {})
+        return {"tokens_per_second": values["tokens_per_s"]} | ({"mfu": values["mfu"]} if values["mfu"] else {})
+
+    def count_flops(self) -> float:
+        flops = 0.0
+        for working, sums in self.sums.items():
+            depths = {side: Depth(torch.empty(0), {}, whole=True, work=work) for side, work in working}
+            tokens, labels, pairs, source, source_pairs, cross_pairs = sums.tolist()
+            counts = Counts(tokens, 0, labels, pairs, source, 0, source_pairs, cross_pairs)
+            assert self.cfg is not None
+            flops += training_flops(self.cfg, counts, depths)
+        return flops
 
 
-def _count_tokens(inputs: Mapping[str, Any], config: Any) -> int | Tensor:
-    """Of a batch: what the mask keeps, all where there is none, and nothing where they are neither text nor images."""
+def find_counterpart(model: nn.Module) -> ModelConfig | None:
+    """The configuration of our model with the same sizes and the same head; None where Stretto has no such model."""
+    config: Any = getattr(model, "config", None)
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is None or type(model).__name__ not in (family.architecture, family.classifier):
+        return None
+    try:
+        return build_model_config(convert_config(config.model_type, config.to_dict(), type(model).__name__))
+    except ConfigError:
+        return None
+
+
+def count_batch(inputs: Mapping[str, Any], pairs: bool) -> Tensor:
+    """int64 [6]: tokens (images), labels, pairs of tokens; where `pairs` of sequences are translated, source tokens,
+    their pairs, and pairs of a source and a target token. Without text and images all of them are 0."""
+    labels = inputs.get("labels")
+    lengths = _measure_rows(inputs)
+    predicted = torch.zeros_like(lengths)
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        predicted = labels.ne(IGNORE).view(len(labels), -1).sum(1).to(lengths.device)
+    positions = inputs.get("position_ids")
+    seen = lengths.square().sum()
+    if positions is not None and inputs.get("attention_mask") is None:
+        seen = (2 * positions + 1).expand(len(lengths), -1).sum()  # documents in a row: 1 + 3 + 5 + ... is a square
+    own = [lengths.sum(), predicted.sum(), seen]
+    if not pairs:
+        return torch.stack([*own, *[torch.zeros_like(seen)] * 3])
+    return torch.stack([own[1], own[1], predicted.square().sum(), own[0], seen, (lengths * predicted).sum()])
+
+
+def _measure_rows(inputs: Mapping[str, Any]) -> Tensor:
+    """The real tokens of each row, int64 [N]; of an image 1."""
     mask, ids, pixels = (inputs.get(name) for name in ("attention_mask", "input_ids", "pixel_values"))
     if mask is not None and mask.ndim == 2:
-        return mask.sum()
+        return mask.sum(1)
     if ids is not None:
-        return ids.numel()
-    if pixels is None or not isinstance(getattr(config, "patch_size", None), int):
-        return 0
-    return pixels.shape[0] * (pixels.shape[-2] // config.patch_size * (pixels.shape[-1] // config.patch_size) + 1)
+        return torch.full(ids.shape[:1], ids.shape[-1], device=ids.device)
+    return torch.ones(0 if pixels is None else len(pixels), dtype=torch.int64)
 
 
-def _count_matrices(model: Any, pairs: bool) -> tuple[int, int, int]:
-    """Elements of the encoder's matrices (of a pair of stacks), of the other layers', and of the output layer's. Tables
-    are looked up, not multiplied with."""
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tables |= {id(output.weight)} if output is not None else set()
-
-    def count(module: nn.Module) -> int:
-        return sum(p.numel() for p in module.parameters() if p.ndim >= 2 and id(p) not in tables)
-
-    source = count(model.get_encoder()) if pairs else 0
-    return source, count(model) - source, 0 if output is None else output.weight.numel()
-
-
-def _count_switched(model: Any, pairs: bool) -> list[tuple[Gate, int, bool]]:
-    """Of each layer that may be left out, the elements of its matrices, and whether it is the encoder's of a pair."""
-    dropping, source = dropping_of(model), set(model.get_encoder().modules()) if pairs else set()
-    gates = [] if dropping is None else dropping.all_gates()
-    return [(gate, sum(p.numel() for p in layer.parameters() if p.ndim >= 2), layer in source) for layer, gate in gates]
+def _tokens_per_sample(inputs: Mapping[str, Any], config: Any) -> int:
+    """1 for text, whose tokens are counted; for images their patches and one more, 0 where patches are unknown."""
+    pixels, patch = inputs.get("pixel_values"), getattr(config, "patch_size", None)
+    if pixels is None or inputs.get("input_ids") is not None or inputs.get("attention_mask") is not None:
+        return 1
+    return pixels.shape[-2] // patch * (pixels.shape[-1] // patch) + 1 if isinstance(patch, int) else 0

@@ -1,8 +1,10 @@
-"""The trial that every exchange has to pass: the same results, in numbers that cannot hide a difference.
+"""Changes of a model: each is tried before it stays, and each can be undone.
+
+Every change is noted in a `Journal`, which undoes them from the last one back to any mark.
 
 A model is tried on a `Stage`: its parameters are replaced for a while, each by its own values with noise on top, so
-that weights that are still one or zero hide nothing, and its stacks are cut down to their first layers, of every kind
-one. On the stage the model is in fp32 (fp64 stays), where another formula shows and rounding does not. A model in 16
+that weights that are still one or zero hide nothing, and its stacks are cut down to their first layers, one of every
+kind. On the stage the model is in fp32 (fp64 stays), where another formula shows and rounding does not. A model in 16
 bits is run in its own precision as well: there the result must be about as near to that in fp32 as the original's is,
 and of the same type.
 
@@ -22,24 +24,110 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
-from stretto.hf.journal import Journal
-from stretto.hf.lazy import Lazy
-from stretto.hf.roles import quietly
+from stretto.hf.defer import Call, calling, compute
+from stretto.hf.find import Batch, Site, draw_inputs, masks_of, quietly
+from stretto.hf.modules import NONE, Fused, Parts, is_touched, mix, weight_of
 
-TIGHT = 1e-3  # how far results in fp32 may be apart, relative to their norm
-LEAST = 1e-5  # of the largest gradient: one that is zero but for rounding, as of a key's bias, counts little
-NOISE = 0.25  # of a parameter's size,
-LEAST_NOISE = 0.02  # but at least so much: a scale of nearly zero would hide what it scales
-Batch = dict[str, Any]
+TIGHT = 1e-3  # largest distance of results in fp32, relative to their norm
+LEAST = 1e-5  # share of the largest gradient that a gradient of zero, but for rounding, may be off by
+NOISE = 0.25  # share of a parameter's size
+LEAST_NOISE = 0.02  # lower bound of the noise: a scale of nearly zero would hide what it scales
+
+
+# Changes
+
+
+class Missing:
+    """Stands for the value of an attribute that was not there."""
+
+
+def _read(thing: Any, name: str) -> Any:
+    return type(thing) if name == "__class__" else vars(thing).get(name, Missing)
+
+
+@dataclass
+class Journal:
+    """The changes of a model, in order."""
+
+    changes: list[tuple[Any, str, Any, Any]] = field(default_factory=list)  # object, attribute, old and new value
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def change(self, thing: Any, name: str, value: Any) -> None:
+        self.changes.append((thing, name, _read(thing, name), value))
+        setattr(thing, name, value)
+
+    def swap(self, module: nn.Module, ours: type[nn.Module], parts: Parts = NONE) -> None:
+        kinds: tuple[Any, Any] = (ours, type(module))
+        self.change(module, "__class__", mix(*kinds, parts))
+
+    def mark(self) -> int:
+        return len(self.changes)
+
+    def undo(self, mark: int = 0) -> None:
+        """Undoes every change since the mark, but what others have changed meanwhile: a class that torch has derived
+        from ours for a parametrization, for instance, which goes on working."""
+        while len(self.changes) > mark:
+            thing, name, before, since = self.changes.pop()
+            if _read(thing, name) is not since:
+                continue
+            if before is Missing:
+                delattr(thing, name)
+            else:
+                setattr(thing, name, before)
+
+    def attempt(self, change: Callable[[], bool], check: Callable[[], str | None]) -> tuple[bool, str | None]:
+        """Makes a change, and undoes it if the check finds a problem. Returns whether there was anything to change, and
+        the problem."""
+        mark = self.mark()
+        try:
+            if not change():
+                self.undo(mark)
+                return False, None
+            problem = check()
+        except Exception as error:
+            problem = f"it cannot take its place: {describe(error)}"
+        except BaseException:
+            self.undo(mark)
+            raise
+        if problem:
+            self.undo(mark)
+        return True, problem
+
+    def undo_all(self) -> None:
+        self.undo()
+        while self.hooks:
+            self.hooks.pop().remove()
+
+
+def describe(error: Exception) -> str:
+    """An error in one line of a report."""
+    text = " ".join(str(error).split())
+    return f"{text[:120] + ' ...' if len(text) > 120 else text}" or type(error).__name__
+
+
+# The stage
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run, on the stage."""
+    """What one run gave."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A model that was run untouched, and what it gave."""
+
+    model: PreTrainedModel
+    inputs: Batch
+    labels: str  # "tokens" if the inputs have such labels
+    exact: Result
+    own: Result | None  # result in 16 bits, for weights in 16 bits
 
 
 class Stage:
@@ -49,7 +137,7 @@ class Stage:
         self.model = model
         self.lengths = [(layers, find_stand_ins(layers)[1]) for layers in lists]
         self.has_halves = any(is_half(p) for p in model.parameters())
-        self.values: dict[bool, list[Tensor]] = {}  # of the parameters, exact and not
+        self.values: dict[bool, list[Tensor]] = {}  # values of the parameters, exact and in their own precision
 
     @contextmanager
     def set_up(self, exact: bool = True, training: bool = False) -> Iterator[None]:
@@ -69,10 +157,39 @@ class Stage:
             stack.enter_context(_disguised(self.model, parameters, self.values[exact], exact))
             yield
 
+    def run_untouched(self, model: PreTrainedModel, inputs: Batch, labels: str) -> Unit | str:
+        """What later runs are compared with, or why there is nothing to compare with."""
+        try:
+            return Unit(model, inputs, labels, *self._run_both(model, inputs, labels))
+        except Exception as error:
+            return f"it cannot be tried: {describe(error)}"
+
+    def check(self, unit: Unit | str, call: Call) -> str | None:
+        """How a model, called in `call`, differs from what it gave untouched."""
+        if isinstance(unit, str):
+            return unit
+        with calling(call):
+            exact, own = self._run_both(unit.model, unit.inputs, unit.labels)
+        problem = find_difference(exact, unit.exact)
+        if problem is None and own is not None and unit.own is not None:
+            problem = find_loss_of_precision(own, unit.own, unit.exact)
+        return problem
+
+    def _run_both(self, model: PreTrainedModel, inputs: Batch, labels: str) -> tuple[Result, Result | None]:
+        """The results in fp32 and, where there are weights in 16 bits, in their precision."""
+        exact = self.run(model, inputs, labels)
+        return exact, self.run(model, inputs, labels, exact=False) if self.has_halves else None
+
+    def run(self, model: PreTrainedModel, inputs: Batch, labels: str, exact: bool = True) -> Result:
+        with self.set_up(exact):
+            given, tokens = in_precision_of(model, inputs), labels == "tokens"
+            parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+            return run(model, given, parameters, masks_of(inputs), scores=tokens, loss_only=tokens)
+
 
 @contextmanager
 def _remembered(model: nn.Module) -> Iterator[None]:
-    """What modules note about the batches they have seen, in attributes or buffers, is as before."""
+    """Whatever modules note about batches, in attributes or buffers, is forgotten afterwards."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield
@@ -95,8 +212,8 @@ def _shortened(layers: nn.ModuleList, length: int) -> Iterator[None]:
 
 
 def find_stand_ins(layers: nn.ModuleList) -> tuple[list[int], int]:
-    """For each layer the number of one of its kind that is on the stage, and how many layers are there: all kinds, and
-    one more at the end, where no layer follows. The last one's stand-in is that one, if it is of its kind."""
+    """For each layer the number of a layer of its kind that is on the stage, and the number of layers on the stage: one
+    of every kind, and one more, behind which no layer follows. That one stands in for the last layer, if alike."""
     kinds = [(repr(layer), tuple(map(_traits, layer.modules()))) for layer in layers]
     stand_ins = [kinds.index(kind) for kind in kinds]
     length = min(max(stand_ins) + 2, len(layers))
@@ -106,7 +223,7 @@ def find_stand_ins(layers: nn.ModuleList) -> tuple[list[int], int]:
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:
-    """What a module notes about itself, but for numbers, by which layers are counted."""
+    """The attributes of a module, without the values of numbers, by which layers are counted."""
     flags = {name: str(value) for name, value in vars(module).items() if isinstance(value, str | bool | None)}
     counts = {name: type(value).__name__ for name, value in vars(module).items() if isinstance(value, int | float)}
     return tuple(sorted(item for item in (counts | flags).items() if item[0] != "training"))
@@ -137,19 +254,11 @@ def _widen(values: Tensor) -> Tensor:
 
 
 def _disturb(values: Tensor, seed: int) -> Tensor:
-    """In the precision of the values, so that fp32 holds the same ones."""
-    noise = torch.randn(values.shape, generator=_generator(values.device, seed), device=values.device)
+    """The values with noise on top, in their precision, so that fp32 holds them too."""
+    generator = torch.Generator(values.device).manual_seed(seed)
+    noise = torch.randn(values.shape, generator=generator, device=values.device)
     scale = max(NOISE * float(values.float().square().mean().sqrt()), LEAST_NOISE) if values.numel() else 0.0
     return (values + scale * noise).to(values.dtype)
-
-
-def disguised_copy(module: nn.Module, exact: bool) -> nn.Module:
-    """A copy of a module with other values, as on the stage; in fp32 if `exact`."""
-    made = copy.deepcopy(module)
-    for number, p in enumerate(made.parameters()):
-        p.data = _disturb(p.data, number)
-        p.requires_grad_(True)
-    return made.float() if exact and any(is_half(p) for p in made.parameters()) else made
 
 
 def is_half(values: Tensor) -> bool:
@@ -170,18 +279,14 @@ def _without_tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _generator(device: torch.device | str, seed: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
 def in_precision_of(model: nn.Module, inputs: Batch) -> Batch:
-    """On the stage, where a model's precision is another."""
+    """Inputs for a model on the stage, whose precision is another."""
     dtype = next(model.parameters()).dtype
+    real = {name: v.to(dtype) for name, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return inputs | real
 
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return {name: cast(value) for name, value in inputs.items()}
+# Runs and their results
 
 
 def run(
@@ -192,8 +297,8 @@ def run(
     scores: bool = False,
     loss_only: bool = False,
 ) -> Result:
-    """What a function of these inputs gives, and with parameters the gradients of a random sum of it. `scores`: one
-    number for each token, [N, S], stands for that token alone, and does not compete with those at padding."""
+    """What a function of these inputs gives, and with parameters the gradients of a random sum of it. `scores`: numbers
+    [N, S] are one for each token, and those at padding do not count."""
     with torch.set_grad_enabled(parameters is not None):
         out = function(**inputs) if isinstance(inputs, Mapping) else function(*inputs)
         outputs = dict(_tensors("", out))
@@ -201,7 +306,7 @@ def run(
             outputs = {"loss": outputs["loss"]}
         if not outputs:
             raise ValueError("it gives nothing that could be compared")
-        kept = {name: _keep_real(_plain(value), masks, 2 if scores else 3) for name, value in outputs.items()}
+        kept = {name: _keep_real(compute(value), masks, 2 if scores else 3) for name, value in outputs.items()}
         gradients = _differentiate(kept, parameters) if parameters else {}
     return Result({name: value.detach() for name, value in kept.items()}, gradients)
 
@@ -219,10 +324,6 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(f"{name}.{number}".lstrip("."), inner)
 
 
-def _plain(value: Tensor) -> Tensor:
-    return value.compute() if isinstance(value, Lazy) else value
-
-
 def _keep_real(value: Tensor, masks: Sequence[Tensor], least_axes: int) -> Tensor:
     for mask in masks:
         if value.ndim >= least_axes and value.shape[:2] == mask.shape:
@@ -232,7 +333,7 @@ def _keep_real(value: Tensor, masks: Sequence[Tensor], least_axes: int) -> Tenso
 
 def _differentiate(outputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     total = sum(
-        (value * torch.randn(value.shape, generator=_generator("cpu", 1)).to(value)).sum().double()
+        (value * torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).to(value)).sum().double()
         for value in outputs.values()
         if value.requires_grad and value.is_floating_point()
     )
@@ -243,7 +344,7 @@ def _differentiate(outputs: Mapping[str, Tensor], parameters: Mapping[str, Tenso
 
 
 def find_difference(found: Result, expected: Result) -> str | None:
-    """Between two runs in fp32."""
+    """The first difference between two runs in fp32."""
     problem = _find_other_shape(found, expected)
     if problem:
         return problem
@@ -251,7 +352,7 @@ def find_difference(found: Result, expected: Result) -> str | None:
         if not _is_near(found.outputs[name], value, TIGHT, 0.0):
             return f"it gives other results ({name})"
     least = LEAST * max((float(g.norm()) for g in expected.gradients.values()), default=0.0)
-    for name in expected.gradients.keys() | found.gradients.keys():
+    for name in expected.gradients | found.gradients:
         ours, theirs = found.gradients.get(name), expected.gradients.get(name)
         nothing = torch.zeros_like(theirs if ours is None else ours)  # type: ignore[arg-type]
         if not _is_near(nothing if ours is None else ours, nothing if theirs is None else theirs, TIGHT, least):
@@ -260,7 +361,7 @@ def find_difference(found: Result, expected: Result) -> str | None:
 
 
 def find_loss_of_precision(found: Result, plain: Result, exact: Result) -> str | None:
-    """Of a run in 16 bits, against the original's and its result in fp32."""
+    """How a run in 16 bits is worse than the original's, both compared with the original in fp32."""
     problem = _find_other_shape(found, plain)
     if problem:
         return problem
@@ -268,17 +369,14 @@ def find_loss_of_precision(found: Result, plain: Result, exact: Result) -> str |
     groups = [[r.outputs[name] for r in (found, plain, exact)] for name in real]
     names = [name for name in exact.gradients if name in found.gradients and name in plain.gradients]
     if names:
-        groups.append([_join([r.gradients[name] for name in names]) for r in (found, plain, exact)])
+        results = (found, plain, exact)
+        groups.append([torch.cat([r.gradients[name].flatten().float() for name in names]) for r in results])
     for ours, theirs, truth in groups:
         error, usual = ((value.float() - truth.float()).norm() for value in (ours, theirs))
         rounding = torch.finfo(theirs.dtype if is_half(theirs) else torch.bfloat16).eps * truth.float().norm()
         if usual.isfinite() and not error <= 4 * usual + 8 * rounding:
             return "in its precision it gives other results"
     return None
-
-
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.flatten().float() for t in tensors])
 
 
 def _find_other_shape(found: Result, expected: Result) -> str | None:
@@ -304,15 +402,73 @@ def _is_near(found: Tensor, expected: Tensor, relative: float, absolute: float) 
     return bool(difference <= relative * size + absolute + 1e-30)
 
 
+# Modules by themselves
+
+
+def kind_of(site: Site) -> Any:
+    """Modules of one kind compute the same function of their parameters: one of them is tried."""
+    plain = tuple((name, value) for name, value in vars(site.module).items() if isinstance(value, str | int | float))
+    types = tuple(p.dtype for p in site.module.parameters())
+    return type(site.module), site.parts, repr(site.module), tuple(p for p in plain if p[0] != "training"), types
+
+
+def compare_module(site: Site) -> str | None:
+    """Why the fused module must not take the place of the plain one."""
+    assert site.fused is not None and issubclass(site.fused, Fused)
+    if any(is_touched(child) for child in site.module.children()):
+        return "its children have hooks"
+    try:
+        exact = _compare_copies(site, exact=True)
+        if isinstance(exact, str):
+            return exact
+        half = any(map(is_half, site.module.parameters()))
+        problem = _compare_copies(site, False, exact) if half else None
+        return problem if isinstance(problem, str) else None
+    except Exception as error:
+        return f"the fused module cannot take its place: {describe(error)}"
+
+
+def _compare_copies(site: Site, exact: bool, truth: Result | None = None) -> str | Result | None:
+    """In fp32 a difference, or else the result; in the module's own precision, how that falls short of the `truth`."""
+    assert site.fused is not None
+    module = _disguised_copy(site.module, exact)
+    dense = site.parts.linears
+    width = weight_of(module.get_submodule(dense[0])).shape[1] if dense else next(module.parameters()).shape[0]
+    inputs = draw_inputs(module, 2 if site.role == "residual norm" else 1, width)
+    with quietly(module, training=True):
+        trained = run(module, inputs)
+    with quietly(module):
+        if find_difference(trained, run(module, inputs)):
+            return "it is random in training, by something other than a Dropout module"
+        expected = run(module, inputs, dict(module.named_parameters()))
+        Journal().swap(module, site.fused, site.parts)
+        found = run(module, inputs, dict(module.named_parameters()))
+    if truth is not None:
+        return find_loss_of_precision(found, expected, truth)
+    return find_difference(found, expected) or expected
+
+
+def _disguised_copy(module: nn.Module, exact: bool) -> nn.Module:
+    """A copy of a module with other values, as on the stage; in fp32 if `exact`."""
+    made = copy.deepcopy(module)
+    for number, p in enumerate(made.parameters()):
+        p.data = _disturb(p.data, number)
+        p.requires_grad_(True)
+    return made.float() if exact and any(is_half(p) for p in made.parameters()) else made
+
+
+# Indices out of range
+
+
 def checked_indices(model: nn.Module) -> AbstractContextManager[object]:
     """An index out of range is an error that can be caught. On a GPU it is none by itself: it ends all use of the GPU
-    in the process, and a model on trial is given batches that nobody has promised to give it."""
+    in the process, and a trial gives a model batches that it may not be made for."""
     on_gpu = any(p.is_cuda for p in model.parameters())
     return IndexCheck() if on_gpu else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 class IndexCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks before each operation whether it would fail on the device."""
+    """Raises before an operation that would fail on the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         check = _CHECKS.get(func.overloadpacket)
@@ -341,10 +497,6 @@ def _check_indices(values: Tensor, indices: Sequence[Tensor | None], *others: An
         dim += index.ndim if index is not None and is_mask else 1
 
 
-def _check_rows(table: Tensor, index: Tensor, *others: Any) -> None:
-    _check_range(index, 0, len(table))
-
-
 def _check_classes(scores: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, *others: Any) -> None:
     _check_range(target[target != ignore], 0, scores.shape[1 if scores.ndim > 1 else 0])
 
@@ -367,33 +519,8 @@ _along = (
 _CHECKS: dict[Any, Callable[..., None]] = {
     **{getattr(_aten, name): _check_along for name in _along},
     **{getattr(_aten, name): _check_indices for name in ("index", "index_put", "index_put_")},
-    _aten.embedding: _check_rows,
+    _aten.embedding: lambda table, index, *others: _check_along(table, 0, index),
     **{getattr(_aten, name): _check_classes for name in ("nll_loss_forward", "nll_loss2d_forward")},
     _aten.binary_cross_entropy: _check_probabilities,
     _aten._assert_async: _check_true,
-}  # what asserts on the device
-
-
-def attempt(journal: Journal, change: Callable[[], bool], check: Callable[[], str | None]) -> tuple[bool, str | None]:
-    """Makes a change, if there is one to make, and undoes it unless the check finds nothing: whether there was one, and
-    why it was undone."""
-    mark = journal.mark()
-    try:
-        if not change():
-            journal.undo(mark)
-            return False, None
-        problem = check()
-    except Exception as error:
-        problem = f"it cannot take its place: {describe(error)}"
-    except BaseException:
-        journal.undo(mark)
-        raise
-    if problem:
-        journal.undo(mark)
-    return True, problem
-
-
-def describe(error: Exception) -> str:
-    """In one line of a report."""
-    text = " ".join(str(error).split())
-    return f"{text[:120] + ' ...' if len(text) > 120 else text}" or type(error).__name__
+}  # operations that assert on the device

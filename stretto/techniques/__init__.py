@@ -6,7 +6,7 @@ technique.py says what a technique is, and docs/add-a-technique.md shows how to 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
@@ -56,6 +56,20 @@ def identify(config: Config) -> dict[str, Any]:
 def find_optimizers() -> list[str]:
     """The sections of techniques that bring an optimizer."""
     return [f"techniques.{cls.name}" for cls in load_all() if cls.build_optimizer is not Technique.build_optimizer]
+
+
+def open_outside(given: Mapping[str, Any], context: Context) -> Techniques:
+    """The techniques of a model of others, by their names; those that such models have by default unless told
+    otherwise."""
+    kinds = {cls.name: cls for cls in load_all()}
+    for name in given.keys() - kinds.keys():
+        raise TypeError(f"there is no technique {name!r}; there are: {', '.join(kinds)}")
+    values = {cls: given.get(name, cls.default_outside) for name, cls in kinds.items()}
+    active = Techniques(tuple(cls(cls.read_options(value), context) for cls, value in values.items() if value))
+    reasons = [f"{each.name}: {reason}" for each in active for reason in each.check(active.others(each))]
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    return active
 
 
 def find_changes(config: Config, device: torch.device) -> list[Technique]:

@@ -58,7 +58,7 @@ from stretto.ops.linear import linear
 from stretto.ops.mlp import mlp
 from stretto.ops.norm import add_norm, norm
 from stretto.optim import FlatAdamW
-from stretto.techniques.technique import Context, Estimate, Sites, Technique
+from stretto.techniques.technique import Context, Estimate, Foreign, Sites, Technique
 
 Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
 NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, epsilon, whether it is an RMSNorm
@@ -78,7 +78,7 @@ NOTHING = Branch()
 
 
 class Fused(Technique):
-    name, exact, drops_by_place, by_block = "fused", True, True, True
+    name, exact, drops_by_place, by_block, default_outside = "fused", True, True, True, True
     cfg: FusedConfig
 
     def __init__(self, cfg: FusedConfig, context: Context) -> None:
@@ -121,6 +121,9 @@ class Fused(Technique):
             module.recompute = self.cfg.recompute  # type: ignore[assignment]
         if self.parameter_dtype is not None:
             model.to(self.parameter_dtype)
+
+    def attach(self, model: Foreign) -> None:
+        model.use_kernels()
 
     def build_optimizer(self, groups: list[dict[str, Any]], cfg: OptimConfig) -> FlatAdamW:
         return FlatAdamW(

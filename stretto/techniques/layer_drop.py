@@ -45,13 +45,9 @@ from torch import Tensor, nn
 from stretto.batch import Batch, Depth, Layout, Part, Subset, dense_layout
 from stretto.config import LayerDropConfig
 from stretto.flops import tokens_per_sample
-from stretto.techniques.technique import SAY_STEPS, At, Context, Estimate, Foreign, Sites, Switch, Technique
+from stretto.techniques.technique import POST_NORM, SAY_STEPS, At, Context, Estimate, Foreign, Sites, Switch, Technique
 
 LEVELS = 8  # steps of theta between 1 and its lowest value
-POST_NORM = (
-    "a post-norm block normalises the stream itself, so that leaving it out changes the scale of all that follows,"
-    " and training diverges"
-)
 
 
 def resolve_scale(cfg: LayerDropConfig, own: bool) -> Literal["branch", "update"]:

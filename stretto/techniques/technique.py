@@ -27,13 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
-from stretto.config import Config, ModelConfig, OptimConfig
+from stretto.config import Config, ModelConfig, OptimConfig, build_config
 from stretto.errors import ConfigError
 from stretto.mesh import Mesh
 
 Sites = Mapping[str, Sequence[str]]  # role -> names of the modules that play it (model.sites)
 R = TypeVar("R", bound="NormRule")
 SAY_STEPS = "stretto.accelerate(model, ..., steps=NUMBER)"  # how a loop of one's own says how long it is
+POST_NORM = (
+    "a post-norm block normalises the stream itself, so that leaving it out changes the scale of all that follows,"
+    " and training diverges"
+)  # why a layer cannot be left out
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class NormRule(Protocol):
     """What stands where a norm stood, over the parameters of that norm."""
 
     keeps_affine: bool  # the scale and shift of the norm stay
+    factor: Tensor | None  # set for each update, on the device; None: nobody has said
 
     def weigh(self, real: Tensor) -> Tensor:
         """The weights of tokens in what is measured, [T], given which are real, bool [T]."""
@@ -104,6 +109,10 @@ class Foreign(Protocol):
         """Makes the layers of a stack switchable, by its name, unless `find_problem` has a reason against it."""
         ...
 
+    def use_kernels(self) -> None:
+        """Lets modules compute what they compute by the kernels of ops."""
+        ...
+
     def replace_norms(self, name: str, build: Callable[[int], R]) -> R:
         """Puts one rule in the place of all norms that tokens are known of; `build` is given their channels in all."""
         ...
@@ -124,6 +133,7 @@ class Technique:
     changes_function: ClassVar[bool] = False  # a trained model is another function than the plain one
     drops_by_place: ClassVar[bool] = False  # dropout is a function of a token's place in the whole batch
     splits_sequences: ClassVar[bool] = False  # a process has a part of the tokens of each sequence
+    default_outside: ClassVar[bool] = False  # models of others have it unless told otherwise
     by_block: ClassVar[bool] = False  # torch.compile takes each block by itself, not the model as a whole
 
     def __init__(self, cfg: Any, context: Context) -> None:
@@ -133,6 +143,11 @@ class Technique:
     def find_options(cls, config: Config, device: torch.device) -> Any | None:
         """The section of the recipe; None: the technique is off."""
         return getattr(config.techniques, cls.name)
+
+    @classmethod
+    def read_options(cls, value: Any) -> Any:
+        """The section of a recipe from what may stand for it in a call: True, or some of its keys."""
+        return getattr(build_config({"techniques": {cls.name: value}}).techniques, cls.name)
 
     @property
     def key(self) -> str:

@@ -15,17 +15,18 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-import stretto.hf.loss
-import stretto.hf.trainer
+import stretto.hf.defer
+import stretto.report
 from stretto.hf import Trainer
 from tests.distributed.processes import find_port
-from tests.hf.test_trainer import draw_samples, make
+from tests.hf.trainers import draw_samples, make
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parents[2]
@@ -42,10 +43,10 @@ def run(job: str, folder: Path, batch: int) -> list[dict[str, float]]:
     """The logs, by a clock that ticks once between two of them."""
     family, options = JOBS[job]
     trainer = make(Trainer, family, folder, per_device_train_batch_size=batch, **options)
-    compute = stretto.hf.loss.Logits.compute
+    compute = stretto.hf.defer.Logits.compute
     with (
-        patch.object(stretto.hf.trainer, "perf_counter", count().__next__),
-        patch.object(stretto.hf.loss.Logits, "compute", autospec=True, side_effect=compute) as computed,
+        patch.object(stretto.report, "time", SimpleNamespace(perf_counter=count().__next__)),
+        patch.object(stretto.hf.defer.Logits, "compute", autospec=True, side_effect=compute) as computed,
     ):
         trainer.train()
     assert not computed.called

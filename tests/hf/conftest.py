@@ -1,8 +1,22 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from unittest.mock import patch
+
 import pytest
+from accelerate.state import AcceleratorState
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_models(one_thread: None) -> None:
-    """All models here are."""
+    """All models here are small: one thread is fastest."""
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """The package accelerate remembers the precision of the first trainer of a process, in its state and in the
+    environment: every trainer begins without the last one's."""
+    with patch.dict(os.environ):
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)

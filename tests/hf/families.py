@@ -11,6 +11,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+import stretto
+
 VOCAB, CLASSES, WIDTH = 61, 5, 32
 _TEXT = {
     "vocab_size": VOCAB,
@@ -82,7 +84,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 ENCODERS, PAIRS = ("bert", "bert-classes", "roberta"), ("bart", "marian", "marian-swish", "t5", "t5-gated")
 DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+FLOOR = 3e-7  # a few roundings of fp32
 Batch = dict[str, Tensor]
+_ACCELERATED: dict[str, nn.Module] = {}
 
 
 def build(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -94,6 +98,14 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.05
             parameter.copy_((parameter + noise).bfloat16())
     return model.to(dtype).train()
+
+
+def accelerated(family: str, dtype: torch.dtype = torch.float32, make: Any = build, **options: Any) -> Any:
+    """An accelerated model of the family by itself: a copy of one that is made once, which takes most of the time."""
+    key = repr((family, dtype, make.__name__, options))
+    if key not in _ACCELERATED:
+        _ACCELERATED[key] = stretto.accelerate(make(family, dtype), **options)
+    return copy.deepcopy(_ACCELERATED[key])
 
 
 def draw_batch(family: str, lengths: tuple[int, ...] | None = (9, 3, 6), seed: int = 0) -> Batch:

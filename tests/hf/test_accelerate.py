@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import stretto
 import stretto.hf
-from stretto.hf.layers import Fused
-from stretto.hf.roles import find_activation, sites
+from stretto.hf.find import find_activation, find_sites
+from stretto.hf.modules import Fused
 from tests.hf.families import FAMILIES, build, draw_batch, learn
 
 
@@ -235,7 +235,7 @@ def test_the_report_is_a_table() -> None:
 def test_roles_are_found_without_changing_anything() -> None:
     model = build("llama")
     kinds = [type(module) for module in model.modules()]
-    assert {site.role for site in sites(model)} == {"norm", "gated mlp", "attention"}
+    assert {site.role for site in find_sites(model)} == {"norm", "gated mlp", "attention"}
     assert [type(module) for module in model.modules()] == kinds
 
 

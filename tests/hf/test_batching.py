@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stretto.batch import IGNORE
-from stretto.hf.batching import DataCollator, TokenBudgetSampler, bucket_length
+from stretto.hf.loop import DataCollator, TokenBudgetSampler, bucket_length
 
 
 def draw_lengths(count: int) -> list[int]:

@@ -17,7 +17,6 @@ from bench.hf_tiny import find_class
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, of many families
 SAMPLE = {
     "BartForConditionalGeneration": "bart",
-    "BertForMaskedLM": "bert",
     "BertForPreTraining": "bert",
     "BertForSequenceClassification": "bert",
     "CLIPModel": "clip",
@@ -30,7 +29,6 @@ SAMPLE = {
     "GPT2ForSequenceClassification": "gpt2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForConditionalGeneration": "gemma3",
-    "GemmaForCausalLM": "gemma",
     "Llama4ForCausalLM": "llama4",
     "LlamaForSequenceClassification": "llama",
     "MPNetForMaskedLM": "mpnet",

@@ -16,12 +16,12 @@ from PIL import Image
 from torch import Tensor
 
 from stretto.config import ModelConfig
+from stretto.convert.families import CHOICES
+from stretto.convert.folder import load_model, write_folder
 from stretto.data import Tokenizer, load_tokenizer, open_data, read_image
 from stretto.data.tokenizer import ByteTokenizer
 from stretto.errors import CheckpointError, ConfigError
-from stretto.families import CHOICES
 from stretto.generate import sample, translate
-from stretto.hf.folder import load_model, write_folder
 from stretto.model import build_model
 from stretto.report import read_events
 from stretto.train import train

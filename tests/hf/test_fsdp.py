@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-import stretto
-from tests.hf.families import build, draw_batch
+from tests.hf.families import accelerated, build, draw_batch
 
 PARTS = ("self_attn", "mlp", "attn", "encoder_attn", "intermediate", "output", "fc2", "SelfAttention", "DenseReluDense")
 pytestmark = pytest.mark.filterwarnings("ignore")  # FSDP's own, about a group of one
@@ -59,7 +58,7 @@ def test_gradients_are_those_of_the_untouched_model(family: str, units: str) -> 
         pytest.skip("its head is its embedding, or it has none")
     batch = draw_batch(family)
     expected = learn(shard(build(family), units), batch)
-    found = learn(shard(stretto.accelerate(build(family)), units), batch)
+    found = learn(shard(accelerated(family), units), batch)
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
@@ -67,6 +66,6 @@ def test_gradients_are_those_of_the_untouched_model(family: str, units: str) -> 
 @pytest.mark.parametrize("units", ["layers", "root", "head"])
 def test_logits_can_be_read_afterwards(units: str) -> None:
     batch = draw_batch("llama")
-    expected, found = (shard(m, units)(**batch).logits for m in (build("llama"), stretto.accelerate(build("llama"))))
+    expected, found = (shard(m, units)(**batch).logits for m in (build("llama"), accelerated("llama")))
     real = batch["attention_mask"] != 0
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)

@@ -10,25 +10,24 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-import stretto.hf.loss
-from stretto.hf.loss import Logits
+import stretto.hf.defer
+from stretto.hf.defer import Logits
 from stretto.ops.cross_entropy import linear_cross_entropy
-from tests.hf.families import DECODERS, PAIRS, VOCAB, assert_parity, build, draw_batch, learn
-from tests.hf.test_parity import FLOOR
+from tests.hf.families import DECODERS, FLOOR, PAIRS, VOCAB, accelerated, assert_parity, build, draw_batch, learn
 
 LANGUAGE = ["bert", "roberta", *DECODERS, *PAIRS]
 
 
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_the_loss_needs_labelled_rows_only_and_no_logits(family: str) -> None:
-    model, batch = stretto.accelerate(build(family)), draw_batch(family)
+    model, batch = accelerated(family), draw_batch(family)
     rows: list[int] = []
 
     def note(x: Tensor, *others: Any, **more: Any) -> Tensor:
         rows.append(len(x))
         return linear_cross_entropy(x, *others, **more)
 
-    with patch.object(stretto.hf.loss, "linear_cross_entropy", note):
+    with patch.object(stretto.hf.defer, "linear_cross_entropy", note):
         out = model(**batch)
     assert rows == [int((batch["labels"] != -100).sum())]
     assert isinstance(out.logits, Logits) and not out.logits.recipe.made
@@ -40,7 +39,7 @@ def test_the_loss_needs_labelled_rows_only_and_no_logits(family: str) -> None:
 
 @pytest.mark.parametrize("family", LANGUAGE)
 def test_logits_become_a_tensor_with_gradients(family: str) -> None:
-    model, plain, batch = stretto.accelerate(build(family), unpad=False), build(family), draw_batch(family)
+    model, plain, batch = accelerated(family, unpad=False), build(family), draw_batch(family)
     ours, theirs = model(**batch).logits, plain(**batch).logits
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1)) and type(ours[:, 0]) is Tensor
@@ -53,7 +52,7 @@ def test_logits_become_a_tensor_with_gradients(family: str) -> None:
 
 
 def test_other_losses_get_their_logits() -> None:
-    model, plain, batch = stretto.accelerate(build("llama")), build("llama"), draw_batch("llama", None)
+    model, plain, batch = accelerated("llama"), build("llama"), draw_batch("llama", None)
     for loss in (
         lambda z: nn.functional.cross_entropy(z.view(-1, VOCAB), batch["labels"].view(-1), torch.ones(VOCAB)),
         lambda z: nn.functional.cross_entropy(z.transpose(1, 2), batch["labels"]),
@@ -72,13 +71,13 @@ def test_number_of_items_and_sums(family: str) -> None:
     if family == "llama":
         options = {"num_items_in_batch": torch.tensor(7)}
         exact, plain = (learn(build(family, d), batch, **options) for d in (torch.float64, torch.float32))
-        assert_parity(learn(stretto.accelerate(build(family)), batch, **options), plain, exact, FLOOR)
-    out = stretto.accelerate(build(family))(**batch, return_dict=False)
+        assert_parity(learn(accelerated(family), batch, **options), plain, exact, FLOOR)
+    out = accelerated(family)(**batch, return_dict=False)
     torch.testing.assert_close(out[0], build(family)(**batch, return_dict=False)[0])
 
 
 def test_logits_are_not_made_from_weights_that_changed() -> None:
-    model, batch = stretto.accelerate(build("gpt2")), draw_batch("gpt2")
+    model, batch = accelerated("gpt2"), draw_batch("gpt2")
     early, late = model(**batch), model(**batch)
     kept = early.logits.argmax(-1)
     late.loss.backward()
@@ -92,7 +91,7 @@ def test_logits_are_not_made_from_weights_that_changed() -> None:
 def test_logits_that_are_changed_in_place_stay_changed(copy: Any) -> None:
     batch = draw_batch("gpt2")
     losses = []
-    for model in (stretto.accelerate(build("gpt2"), unpad=False), build("gpt2")):
+    for model in (accelerated("gpt2", unpad=False), build("gpt2")):
         original = model(**batch).logits
         logits = original if copy is None else copy(original)
         logits[..., 3] = 5.0
@@ -102,17 +101,17 @@ def test_logits_that_are_changed_in_place_stay_changed(copy: Any) -> None:
 
 
 def test_no_labels_no_training_no_laziness() -> None:
-    model, batch = stretto.accelerate(build("gpt2")), draw_batch("gpt2")
+    model, batch = accelerated("gpt2"), draw_batch("gpt2")
     labels = batch.pop("labels")
     assert type(model(**batch).logits) is Tensor
     with torch.no_grad():
         assert type(model(**batch, labels=labels).logits) is Tensor
     assert type(model.eval()(**batch, labels=labels).logits) is Tensor
-    assert type(stretto.accelerate(build("gpt2"), loss=False)(**batch, labels=labels).logits) is Tensor
+    assert type(accelerated("gpt2", loss=False)(**batch, labels=labels).logits) is Tensor
 
 
 def test_autocast_holds_for_logits_that_are_read_later() -> None:
-    model, plain, batch = stretto.accelerate(build("bert"), unpad=False), build("bert"), draw_batch("bert")
+    model, plain, batch = accelerated("bert", unpad=False), build("bert"), draw_batch("bert")
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = model(**batch).logits, plain(**batch).logits
     assert ours.dtype == theirs.dtype == (ours + 0).dtype == torch.bfloat16
@@ -123,7 +122,7 @@ def test_autocast_holds_for_logits_that_are_read_later() -> None:
 def test_logits_have_the_type_that_they_had(family: str) -> None:
     """Under autocast a product is in 16 bits, but not with a bias in fp32 added to it."""
     types = []
-    for model in (build(family), stretto.accelerate(build(family))):
+    for model in (build(family), accelerated(family)):
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(**draw_batch(family)).logits
         types.append((logits.dtype, (logits + 0).dtype))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,22 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stretto
 import stretto.hf
-import stretto.hf.attention
-import stretto.hf.packing
-from stretto.attention import attend
+import stretto.hf.unpad
 from tests.hf.families import (
     DECODERS,
     ENCODERS,
     FAMILIES,
+    FLOOR,
     PAIRS,
     VOCAB,
     Batch,
+    accelerated,
     assert_parity,
     build,
     draw_batch,
     learn,
 )
-from tests.hf.test_parity import FLOOR
+from tests.hf.observe import count_tokens
 
 PACKABLE = [family for family in FAMILIES if family not in ("mistral", "vit")]
 MASKS = {
@@ -42,24 +40,11 @@ MASKS = {
 }
 
 
-@contextmanager
-def count_tokens() -> Iterator[list[int]]:
-    """Of every attention that goes through the dispatcher: its queries."""
-    seen: list[int] = []
-
-    def note(q: Tensor, *others: Any, **options: Any) -> Tensor:
-        seen.append(q.shape[0])
-        return attend(q, *others, **options)
-
-    with patch.object(stretto.hf.attention, "attend", note):
-        yield seen
-
-
 def compare(family: str, batch: Batch, training: bool = True) -> list[int]:
     exact = learn(build(family, torch.float64).train(training), batch)
     plain = learn(build(family).train(training), batch)
     with count_tokens() as tokens:
-        model = stretto.accelerate(build(family)).train(training)
+        model = accelerated(family).train(training)
         tokens.clear()
         found = learn(model, batch)
     assert_parity(found, plain, exact, FLOOR)
@@ -95,7 +80,7 @@ def test_any_mask_gives_the_result_of_the_untouched_model(family: str, mask: str
 def test_an_empty_row_does_not_make_nan(family: str) -> None:
     batch = draw_batch(family)
     batch["attention_mask"] = torch.tensor(MASKS["empty row"])
-    model = stretto.accelerate(build(family))
+    model = accelerated(family)
     if "labels" in batch and family == "bert":
         batch["labels"] = batch["labels"].where(batch["attention_mask"] != 0, torch.tensor(-100))
     found = learn(model, batch)
@@ -112,7 +97,7 @@ def test_labels_on_padding_count_as_they_did(family: str) -> None:
 
 def test_hidden_states_that_are_asked_for_are_rectangles() -> None:
     batch = draw_batch("bert")
-    plain, fast = build("bert").eval(), stretto.accelerate(build("bert")).eval()
+    plain, fast = build("bert").eval(), accelerated("bert").eval()
     ours, theirs = (model(**batch, output_hidden_states=True).hidden_states for model in (fast, plain))
     real = batch["attention_mask"] != 0
     for mine, other in zip(ours, theirs, strict=True):
@@ -135,7 +120,7 @@ def test_outputs_at_padding_are_zero() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "bart", "t5", "llama"])
 def test_without_unpadding_the_rectangle_stays(family: str) -> None:
-    model = stretto.accelerate(build(family), unpad=False)
+    model = accelerated(family, unpad=False)
     with count_tokens() as tokens:
         learn(model, draw_batch(family))
     assert 18 not in tokens
@@ -153,7 +138,7 @@ def documents() -> tuple[Batch, list[Tensor]]:
 @pytest.mark.parametrize("family", DECODERS)
 def test_documents_in_a_row_do_not_see_each_other(family: str, training: bool) -> None:
     batch, parts = documents()
-    plain, model = build(family).train(training), stretto.accelerate(build(family), packed=True).train(training)
+    plain, model = build(family).train(training), accelerated(family, packed=True).train(training)
     expected = torch.cat([plain(part[None]).logits[0] for part in parts])
     with count_tokens() as tokens:
         found = model(**batch, use_cache=False).logits.flatten(0, 1)
@@ -165,7 +150,7 @@ def test_documents_by_offsets() -> None:
     batch, parts = documents()
     flat = {name: t.view(1, -1) for name, t in batch.items()}
     offsets = torch.tensor([0, 4, 5, 9, 11, 18], dtype=torch.int32)
-    model = stretto.accelerate(build("llama"), packed=True)
+    model = accelerated("llama", packed=True)
     expected = torch.cat([build("llama")(part[None]).logits[0] for part in parts])
     found = model(**flat, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=7, max_length_k=7).logits[0]
     torch.testing.assert_close(found, expected)
@@ -176,13 +161,13 @@ def test_documents_by_offsets() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_documents_without_ends_are_an_error(family: str) -> None:
     batch, _ = documents()
-    model = stretto.accelerate(build(family), packed=True)
+    model = accelerated(family, packed=True)
     with pytest.raises(ValueError, match="needs the ends of documents"):
         model(input_ids=batch["input_ids"])
     with pytest.raises(ValueError, match="use_cache=False"):
         model(**batch, use_cache=True)
     numbered = torch.tensor([[1] * 4 + [2] * 5, [1] * 2 + [2] * 7])
-    unpacked = stretto.accelerate(build(family))
+    unpacked = accelerated(family)
     with pytest.raises(ValueError, match="a mask is 0 or 1"):
         unpacked(input_ids=batch["input_ids"], attention_mask=numbered)
     learn(unpacked, draw_batch(family))  # an error leaves nothing behind
@@ -232,8 +217,8 @@ class CountWaits(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["bert", "llama", "t5"])
 def test_the_host_waits_once_for_masks_and_labels(family: str) -> None:
-    model, batch = stretto.accelerate(build(family)), draw_batch(family)
-    with CountWaits() as waits, patch.object(stretto.hf.packing, "_measure", wraps=stretto.hf.packing._measure) as read:
+    model, batch = accelerated(family), draw_batch(family)
+    with CountWaits() as waits, patch.object(stretto.hf.unpad, "_measure", wraps=stretto.hf.unpad._measure) as read:
         model(**batch).loss.backward()
     assert waits.names == [], "but for that reading"
     assert read.call_count == (2 if family == "t5" else 1), "each mask is looked at once"

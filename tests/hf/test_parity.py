@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import stretto
-from tests.hf.families import FAMILIES, assert_parity, build, draw_batch, learn
-
-FLOOR = 3e-7
+from tests.hf.families import FAMILIES, FLOOR, accelerated, assert_parity, build, draw_batch, learn
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
@@ -18,7 +15,7 @@ def test_results_are_those_of_the_untouched_model(family: str, lengths: tuple[in
     batch = draw_batch(family, lengths)
     exact = learn(build(family, torch.float64).train(training), batch)
     plain = learn(build(family).train(training), batch)
-    found = learn(stretto.accelerate(build(family)).train(training), batch)
+    found = learn(accelerated(family).train(training), batch)
     assert_parity(found, plain, exact, FLOOR)
 
 
@@ -27,5 +24,5 @@ def test_under_autocast_too(family: str) -> None:
     batch = draw_batch(family)
     exact = learn(build(family, torch.float64), batch)
     plain = learn(build(family), batch, autocast=True)
-    found = learn(stretto.accelerate(build(family)), batch, autocast=True)
+    found = learn(accelerated(family), batch, autocast=True)
     assert_parity(found, plain, exact, 4e-3)

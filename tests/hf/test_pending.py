@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,35 +13,21 @@ from torch import Tensor, nn
 
 import stretto
 import stretto.hf
-import stretto.hf.pending
-from stretto.hf.layers import FusedActivation, FusedLinear
-from stretto.hf.pending import Pending
+import stretto.hf.defer
+from stretto.hf.defer import Pending
+from stretto.hf.modules import FusedActivation, FusedLinear
 from stretto.ops.norm import add_norm
-from tests.hf.families import FAMILIES, build, draw_batch, learn
+from tests.hf.families import FAMILIES, accelerated, build, draw_batch, learn
+from tests.hf.observe import count_sums
 
 # Of two layers each: all sums but the one that ends a stack, and in a stack with norms behind its sums, all of them.
 SUMS = {"gpt2": 3, "llama": 3, "mistral": 3, "qwen2": 3, "qwen3": 3, "vit": 3}
 SUMS |= {"bart": 10, "marian": 10, "t5": 8, "t5-gated": 8}
 
 
-@contextmanager
-def count_sums() -> Iterator[list[float]]:
-    """The sums that a norm has computed, each by its dropout."""
-    seen: list[float] = []
-    normalise = Pending.normalise
-
-    def note(self: Pending, *args: Any) -> Tensor | None:
-        p, y = self.p, normalise(self, *args)
-        seen.extend([] if y is None else [p])
-        return y
-
-    with patch.object(Pending, "normalise", note):
-        yield seen
-
-
 @pytest.mark.parametrize("family", SUMS)
 def test_norms_compute_the_sums_before_them(family: str) -> None:
-    model, batch = stretto.accelerate(build(family)), draw_batch(family)
+    model, batch = accelerated(family), draw_batch(family)
     with count_sums() as sums:
         learn(model, batch)
     assert len(sums) == SUMS[family]
@@ -154,7 +137,7 @@ def test_dropout_between_sums_is_right_on_average(family: str, runs: int) -> Non
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bart", "vit"])
 def test_what_leaves_a_model_or_a_layer_on_its_own_is_a_plain_tensor(family: str) -> None:
-    model, batch = stretto.accelerate(build(family)), draw_batch(family, None)
+    model, batch = accelerated(family), draw_batch(family, None)
     plain = build(family)(**batch, output_hidden_states=True)
     out = model(**batch, output_hidden_states=True)
     names = [name for name in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states") if name in plain]
@@ -171,7 +154,7 @@ def test_what_leaves_a_model_or_a_layer_on_its_own_is_a_plain_tensor(family: str
 
 
 def test_without_fused_and_where_nothing_is_summed_layers_stay() -> None:
-    for model in (stretto.accelerate(build("llama"), fused=False), stretto.accelerate(build("bert"))):
+    for model in (accelerated("llama", fused=False), accelerated("bert")):
         assert not any(isinstance(module, FusedLinear | FusedActivation) for module in model.modules())
 
 

@@ -13,12 +13,11 @@ from torch import Tensor
 
 import stretto
 import stretto.hf
-import stretto.hf.projections
-from stretto.hf.packing import Packing
-from stretto.hf.projections import find_rotary, rotate
+import stretto.hf.modules
+from stretto.hf.modules import find_rotary, rotate_both
+from stretto.hf.unpad import Packing
 from stretto.ops.heads import project_heads, rotate_heads
-from tests.hf.families import assert_parity, build, draw_batch, learn
-from tests.hf.test_parity import FLOOR
+from tests.hf.families import FLOOR, accelerated, assert_parity, build, draw_batch, learn
 
 # Products of queries, keys and values together; of keys and values where queries come from another stack
 TOGETHER = {"bert": [3] * 2, "roberta": [3] * 2, "llama": [3] * 2, "qwen2": [3] * 2, "vit": [3] * 2}
@@ -27,13 +26,13 @@ TOGETHER |= {"bart": [3, 3, 3, 2, 3, 2], "t5": [3, 3, 3, 2, 3, 2]}
 
 @pytest.mark.parametrize("family", TOGETHER)
 def test_linear_layers_that_are_given_one_input_make_one_product(family: str) -> None:
-    model, batch, seen = stretto.accelerate(build(family)), draw_batch(family), list[int]()
+    model, batch, seen = accelerated(family), draw_batch(family), list[int]()
 
     def note(x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[int]) -> tuple[Tensor, ...]:
         seen.append(len(parts))
         return project_heads(x, weight, bias, parts)
 
-    with patch.object(stretto.hf.projections, "project_heads", note):
+    with patch.object(stretto.hf.modules, "project_heads", note):
         learn(model, batch)
         assert seen == TOGETHER[family]
         with torch.no_grad():
@@ -46,13 +45,13 @@ def test_linear_layers_that_are_given_one_input_make_one_product(family: str) ->
 def test_rotary_positions_are_ours(family: str, lengths: tuple[int, ...] | None) -> None:
     batch, seen = draw_batch(family, lengths), list[Tensor]()
     exact, plain = learn(build(family, torch.float64), batch), learn(build(family), batch)
-    model = stretto.accelerate(build(family))
+    model = accelerated(family)
 
     def note(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         seen.append(cos)
         return rotate_heads(q, k, cos, sin)
 
-    with patch.object(stretto.hf.projections, "rotate_heads", note):
+    with patch.object(stretto.hf.modules, "rotate_heads", note):
         found = learn(model, batch)
     assert len(seen) == 2 and seen[0] is seen[1], "the angles are prepared once"
     assert_parity(found, plain, exact, FLOOR)
@@ -62,7 +61,7 @@ def test_rotary_positions_are_ours(family: str, lengths: tuple[int, ...] | None)
 
 def test_what_was_rotated_is_not_kept_as_it_was_before() -> None:
     """Queries, keys and values are one product, which the values alone would keep for the backward pass."""
-    model, kept = stretto.accelerate(build("llama")), list[Tensor]()
+    model, kept = accelerated("llama"), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(**draw_batch("llama", None)).loss.backward()
     attention: Any = model.get_submodule("model.layers.0.self_attn")
@@ -79,10 +78,10 @@ def test_what_our_rotation_does_not_cover_is_theirs() -> None:
         return args[0], args[1]
 
     q, k, cos = torch.randn(2, 4, 3, 8), torch.randn(2, 1, 3, 8), torch.randn(2, 3, 8)
-    rotate(theirs, q, k, cos, cos)
+    rotate_both(theirs, q, k, cos, cos)
     assert not calls
-    rotate(theirs, q, k, cos[..., :4], cos[..., :4])
-    rotate(theirs, q, k, cos, cos, unsqueeze_dim=1)
+    rotate_both(theirs, q, k, cos[..., :4], cos[..., :4])
+    rotate_both(theirs, q, k, cos, cos, unsqueeze_dim=1)
     assert calls == [{}, {"unsqueeze_dim": 1}]
 
 
@@ -96,7 +95,7 @@ def test_the_modelling_file_is_untouched() -> None:
 
 @pytest.mark.parametrize(("family", "packs"), [("llama", 3), ("bart", 3), ("t5", 3), ("bert", 1)])
 def test_what_all_layers_are_given_is_packed_once(family: str, packs: int) -> None:
-    model, batch, seen = stretto.accelerate(build(family)), draw_batch(family), list[Any]()
+    model, batch, seen = accelerated(family), draw_batch(family), list[Any]()
     pack = Packing.pack
 
     def note(packing: Packing, x: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ import transformers as hf
 
 from stretto import checkpoint
 from stretto.config import Config, build_config, dump_config, load_config
+from stretto.convert.folder import load_model, write_folder
 from stretto.data import open_data
 from stretto.errors import ConfigError, DataError
-from stretto.hf.folder import load_model, write_folder
 from stretto.report import read_events
 from stretto.train import train
 from stretto.trained import load_trained
@@ -202,5 +202,5 @@ def test_what_the_recipe_may_say(published: dict[str, Path], tmp_path: Path) -> 
 
 def test_training_does_not_import_transformers() -> None:
     """Folders are read without it; it takes seconds to import, and need not be installed."""
-    code = "import sys, stretto.train, stretto.hf.folder; sys.exit('transformers' in sys.modules)"
+    code = "import sys, stretto.train, stretto.convert.folder; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

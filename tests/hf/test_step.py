@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,19 +9,25 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-import stretto.hf.attention
-from stretto.hf.packing import argument_names, get_to_know, pad_id
-from stretto.hf.step import Step, plan
-from stretto.hf.swap import outermost
+import stretto.hf.unpad
+from stretto.hf.acceleration import outermost
+from stretto.hf.find import argument_names, pad_id
+from stretto.hf.loop import Step, plan
+from stretto.hf.unpad import get_to_know
 from stretto.optim import FlatAdamW, clip_gradients
-from tests.hf.families import FAMILIES, Batch, build, draw_batch
+from tests.hf.families import FAMILIES, Batch, accelerated, build, draw_batch
+from tests.hf.observe import replay_and_compare
 from tests.ops.checks import DEVICE
 
 LENGTHS = [(9, 3, 6), (9, 4, 5), (2, 9, 9), None, (9, 9, 9)]
 
 
+def build_there(family: str, dtype: torch.dtype) -> nn.Module:
+    return build(family, dtype).to(DEVICE)
+
+
 def make(family: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, FlatAdamW]:
-    model = stretto.accelerate(build(family, dtype).to(DEVICE))
+    model = accelerated(family, dtype, make=build_there)
     weights = "split" if dtype == torch.bfloat16 else "fp32"
     parameters = [p for p in model.parameters() if p.requires_grad]
     # A large eps: where a gradient is zero but for rounding, the update is too.
@@ -51,7 +56,7 @@ def test_updates_are_those_of_a_plain_loop(family: str) -> None:
 
 
 def test_batches_of_other_lengths_share_a_plan() -> None:
-    known = outermost(stretto.accelerate(build("bert")))
+    known = outermost(accelerated("bert"))
     one, two, three = (
         plan(draw_batch("bert", lengths, seed=3), *known) for lengths in ((9, 3, 6), (9, 5, 5), (9, 9, 3))
     )
@@ -68,7 +73,7 @@ def test_batches_of_other_lengths_share_a_plan() -> None:
 def test_filler_is_behind_the_real_tokens(family: str) -> None:
     """Labels rounded up are ignored ones, and all tokens of a bucket are in some sequence."""
     batch = draw_batch(family)
-    model, tried = outermost(stretto.accelerate(build(family)))
+    model, tried = outermost(accelerated(family))
     planned = plan(batch, model, tried)
     assert planned is not None
     known = get_to_know(batch, argument_names(model), pad_id(model))
@@ -85,7 +90,7 @@ def test_what_has_to_be_looked_at_runs_as_usual(family: str) -> None:
     masked = [batch | {"attention_mask": m, "labels": mask_labels(batch, m)} for m in (with_gap, with_empty_row)]
     documents = {"position_ids": torch.arange(9).expand(3, 9) % 5, "labels": batch["labels"]}
     odd = [*masked, documents | {"input_ids": batch["input_ids"]}, batch | {"labels": batch["input_ids"]}]
-    assert [plan(one, *outermost(stretto.accelerate(build(family)))) for one in odd] == [None] * 4
+    assert [plan(one, *outermost(accelerated(family))) for one in odd] == [None] * 4
     assert_same_updates(family, odd)
 
 
@@ -99,7 +104,7 @@ def test_a_row_that_is_its_bucket_and_is_padded_on_the_left(family: str) -> None
     batch = {name: value[:1, :8] for name, value in draw_batch(family, None).items()}
     mask = (torch.arange(8) >= 3).long()[None]
     batch |= {"attention_mask": mask, "labels": mask_labels(batch, mask.roll(1, 1) * mask)}
-    planned = plan(batch, *outermost(stretto.accelerate(build(family))))
+    planned = plan(batch, *outermost(accelerated(family)))
     assert planned is not None and planned.masks["attention_mask"].tokens == 8
     assert_same_updates(family, [batch])
 
@@ -108,7 +113,7 @@ def test_classes_that_are_read_at_padding_run_as_usual() -> None:
     batch = draw_batch("bert-classes")
     empty = batch["attention_mask"] * torch.tensor([[1], [0], [1]])
     odd = [batch | {"attention_mask": mask} for mask in (batch["attention_mask"].flip(1), empty)]
-    assert [plan(one, *outermost(stretto.accelerate(build("bert-classes")))) for one in odd] == [None] * 2
+    assert [plan(one, *outermost(accelerated("bert-classes"))) for one in odd] == [None] * 2
     assert_same_updates("bert-classes", odd)
 
 
@@ -129,9 +134,9 @@ def test_a_mask_is_built_only_where_one_is_needed(
 ) -> None:
     """transformers builds one whenever it sees that a graph is being recorded; the window of this Mistral is 4."""
     model, optimizer = make(family)
-    built, build_mask = list[Any](), stretto.hf.attention.sdpa_mask
+    built, build_mask = list[Any](), stretto.hf.unpad.sdpa_mask
     monkeypatch.setattr(
-        stretto.hf.attention, "sdpa_mask", lambda *args, **kwargs: built.append(kwargs) or build_mask(*args, **kwargs)
+        stretto.hf.unpad, "sdpa_mask", lambda *args, **kwargs: built.append(kwargs) or build_mask(*args, **kwargs)
     )
     monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True, raising=False)
     batch = draw_batch(family, (9, 9, 9))
@@ -154,7 +159,7 @@ def test_rates_may_change_between_steps() -> None:
 def test_labels_that_are_no_ids_leave_the_mask_unknown() -> None:
     """It would have to be read while the model runs, which a graph does not allow."""
     batch = draw_batch("bert-classes")
-    known = outermost(stretto.accelerate(build("bert-classes")))
+    known = outermost(accelerated("bert-classes"))
     assert plan(batch, *known) is not None
     assert plan(batch | {"labels": batch["labels"].float()}, *known) is None
 
@@ -205,24 +210,3 @@ def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch)
 
     batches = [draw_batch(family, LENGTHS[i % 3], seed=i % 3) for i in range(15)]
     assert len(replay_and_compare(make_step, batches, monkeypatch)) > 5
-
-
-def replay_and_compare(
-    make_step: Callable[[], Step], batches: Sequence[dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> list[torch.cuda.CUDAGraph]:
-    """The same bits with graphs and without; returns the graphs in the order in which they were replayed."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # for the convolution of ViT
-    replays, replay = list[Any](), torch.cuda.CUDAGraph.replay
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
-    found = []
-    for recorded in (False, True):
-        step, losses = make_step(), []
-        assert step.recorder is not None
-        step.recorder = step.recorder if recorded else None
-        for i, batch in enumerate(batches):
-            torch.manual_seed(i)
-            losses.append(step({n: t.bfloat16() if t.is_floating_point() else t for n, t in batch.items()}))
-        found.append((torch.stack(losses), [p.clone() for p in step.model.parameters()]))
-    assert torch.equal(found[0][0], found[1][0]), (found[0][0], found[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
-    return replays

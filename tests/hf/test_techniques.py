@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,18 @@ from stretto.batch import Batch as OurBatch
 from stretto.batch import Counts, shape_of
 from stretto.config import LayerDropConfig, StandardizeConfig
 from stretto.errors import ConfigError
-from stretto.hf.step import Step, _find_obstacle, plan
-from stretto.hf.swap import dropping_of, outermost
-from stretto.hf.trainer import Meter, Trainer
+from stretto.flops import training_flops
+from stretto.hf.acceleration import dropping_of, outermost
+from stretto.hf.loop import Step, _find_obstacle, plan
+from stretto.hf.trainer import SpeedMeter, Trainer, find_counterpart
 from stretto.ops.affine import standardization_loss
 from stretto.optim import FlatAdamW
 from stretto.techniques.layer_drop import POST_NORM, LayerDrop
-from tests.hf.families import _PAIRS, FAMILIES, Batch, build, draw_batch, errors, learn
-from tests.hf.test_pending import count_sums
-from tests.hf.test_step import replay_and_compare
-from tests.hf.test_trainer import alone, make
+from tests.hf.families import _PAIRS, FAMILIES, Batch, accelerated, build, draw_batch, errors, learn
+from tests.hf.observe import count_sums, replay_and_compare
+from tests.hf.trainers import make
 
-__all__ = ["alone"]  # a fixture: every trainer begins without the last one's state
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 LAYERS, TOTAL = 4, 50
 STACKS = {"gpt2": ["transformer"], "llama": ["model"], "qwen3": ["model"], "vit": ["vit"]}
@@ -135,7 +136,7 @@ def count_calls(model: nn.Module, stacks: list[str]) -> Iterator[dict[str, int]]
 def test_with_theta_one_no_bit_changes(family: str) -> None:
     found = []
     for drop in (False, {"theta": 1.0}):
-        model = stretto.accelerate(build_deep(family), layer_drop=drop, steps=TOTAL)
+        model = accelerated(family, make=build_deep, layer_drop=drop, steps=TOTAL)
         if drop:
             stretto.hf.set_step(model, 7)
         found.append(learn(model, draw(family)))
@@ -172,7 +173,7 @@ def test_it_is_the_plain_model_with_scaled_layers(family: str, fused: bool) -> N
 
 @pytest.mark.parametrize("family", STACKS)
 def test_what_is_left_out_is_not_called(family: str) -> None:
-    model = stretto.accelerate(build_deep(family), layer_drop=HALF)
+    model = accelerated(family, make=build_deep, layer_drop=HALF)
     left_out = 0
     for step in range(4):
         stretto.hf.set_step(model, step)
@@ -186,7 +187,7 @@ def test_what_is_left_out_is_not_called(family: str) -> None:
 
 def test_a_stack_gives_a_tensor_though_its_last_layer_is_left_out() -> None:
     """A sum may wait for the next layer, but there is none."""
-    model = stretto.accelerate(build_deep("gpt2"), layer_drop=HALF)
+    model = accelerated("gpt2", make=build_deep, layer_drop=HALF)
     dropping, given = dropping_of(model), []
     assert dropping is not None
     for number, (_, gate) in enumerate(dropping.all_gates()):
@@ -200,7 +201,7 @@ def test_a_stack_gives_a_tensor_though_its_last_layer_is_left_out() -> None:
 @pytest.mark.parametrize("sampling", ["systematic", "bernoulli"])
 def test_gates_are_those_of_the_technique(schedule: Any, sampling: Any) -> None:
     cfg = LayerDropConfig(theta=0.3, schedule=schedule, sampling=sampling, scale="update", index="text")
-    model = stretto.accelerate(build_deep("mbart"), layer_drop=cfg, steps=TOTAL, seed=5)
+    model = accelerated("mbart", make=build_deep, layer_drop=cfg, steps=TOTAL, seed=5)
     theirs = LayerDrop(cfg, dict.fromkeys(STACKS["mbart"], LAYERS), 5, TOTAL, 0)
     empty, left_out = OurBatch(torch.zeros(0), Counts(0, 0, 0, 0), ()), 0
     for step in range(TOTAL):
@@ -217,7 +218,7 @@ def test_gates_are_those_of_the_technique(schedule: Any, sampling: Any) -> None:
 
 def test_on_average_every_layer_adds_what_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all patterns of systematic sampling: those of four layers at theta 0.5 change at eighths."""
-    model = stretto.accelerate(build_deep("gpt2"), layer_drop=HALF)
+    model = accelerated("gpt2", make=build_deep, layer_drop=HALF)
     total, patterns = torch.zeros(LAYERS, dtype=torch.float64), set()
     for i in range(8):
         monkeypatch.setattr(stretto.techniques.layer_drop, "draw_number", lambda *keys, u=(i + 0.5) / 8: u)
@@ -230,7 +231,7 @@ def test_on_average_every_layer_adds_what_it_would(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("family", ["gpt2", "mbart"])
 def test_evaluation_and_generation_run_all_layers(family: str) -> None:
-    plain, model = build_deep(family).eval(), stretto.accelerate(build_deep(family), layer_drop=HALF)
+    plain, model = build_deep(family).eval(), accelerated(family, make=build_deep, layer_drop=HALF)
     batch = draw(family)
     stretto.hf.set_step(model, 0)
     assert any(0.0 in of_layers for of_layers in factors(model).values())
@@ -276,12 +277,12 @@ def test_mistakes_are_named() -> None:
         layer.__class__ = Halved
     with pytest.raises(ValueError, match="do more than add something to the stream"):
         stretto.accelerate(strange, layer_drop=True)
-    model = stretto.accelerate(build_deep("gpt2"), layer_drop=True)
+    model = accelerated("gpt2", make=build_deep, layer_drop=True)
     with pytest.raises(ValueError, match=r"layer_drop depends on the step: call stretto\.hf\.set_step"):
         model(**draw("gpt2"))
     with pytest.raises(ValueError, match="schedule = 'decay' needs the number of updates"):
         stretto.hf.set_step(model, 0)
-    model = stretto.accelerate(build_deep("gpt2"), standardize={"final": 0.5})
+    model = accelerated("gpt2", make=build_deep, standardize={"final": 0.5})
     with pytest.raises(ValueError, match=r"standardize depends on the step: call stretto\.hf\.set_step"):
         model(**draw("gpt2"))
     with pytest.raises(ValueError, match=r"final = 0\.5 needs the number of updates"):
@@ -371,7 +372,7 @@ def test_affines_are_fused_as_norms_are(family: str) -> None:
     """With the sums before them, too: what a trial finds wrong would be left alone."""
     sums, lines = [], []
     for standardize in (False, True):
-        model = stretto.accelerate(build(family), standardize=standardize)
+        model = accelerated(family, standardize=standardize)
         stretto.hf.set_step(model, 0)
         with count_sums() as counted:
             learn(model, draw_batch(family))
@@ -391,14 +392,14 @@ def test_only_weight_times_normalised_is_replaced() -> None:
 
 
 def test_without_affine_nothing_is_left_of_a_norm() -> None:
-    model = stretto.accelerate(build("gpt2"), standardize={"affine": False, "weight": 0.0})
+    model = accelerated("gpt2", standardize={"affine": False, "weight": 0.0})
     stretto.hf.set_step(model, 0)
     found = learn(model, draw_batch("gpt2"))
     assert not any("ln_" in name for name in found) and found["loss"].isfinite()
 
 
 def test_the_weight_follows_its_schedule_and_the_share_of_a_batch() -> None:
-    model = stretto.accelerate(build("gpt2"), standardize={"weight": 6.0, "warmup": 2, "final": 0.5}, steps=10)
+    model = accelerated("gpt2", standardize={"weight": 6.0, "warmup": 2, "final": 0.5}, steps=10)
     channels = 5 * 32
 
     def factor(step: int, **options: Any) -> float:
@@ -412,7 +413,7 @@ def test_the_weight_follows_its_schedule_and_the_share_of_a_batch() -> None:
 
 
 def test_evaluation_shows_the_loss_of_the_task() -> None:
-    model = stretto.accelerate(build("gpt2"), standardize={"warmup": 0})
+    model = accelerated("gpt2", standardize={"warmup": 0})
     stretto.hf.set_step(model, 0)
     assert learn(model.eval(), draw_batch("gpt2"))["loss"] == pytest.approx(
         float(learn(model.train(), draw_batch("gpt2"))["loss"]), rel=1e-6
@@ -425,7 +426,7 @@ BOTH: dict[str, Any] = {"layer_drop": HALF, "standardize": {"warmup": 0, "weight
 
 
 def make_both(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-    return stretto.accelerate(build_deep(family, dtype), **BOTH, **options)
+    return accelerated(family, dtype, make=build_deep, **BOTH, **options)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mbart"])
@@ -532,7 +533,7 @@ def test_a_recorded_update_is_one_of_its_pattern() -> None:
 
 def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
     """Micro-batches of one update leave out the same layers, and weigh less; the run's length is the trainer's."""
-    model = stretto.accelerate(build_deep("gpt2"), layer_drop={"theta": 0.3, "gamma": 0.0}, standardize={"warmup": 0})
+    model = accelerated("gpt2", make=build_deep, layer_drop={"theta": 0.3, "gamma": 0.0}, standardize={"warmup": 0})
     seen: list[tuple[int, Any, float]] = []
 
     class Noting(Trainer):
@@ -545,7 +546,7 @@ def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
     trainer = make(Noting, model, tmp_path, "gpt2", max_steps=5, gradient_accumulation_steps=2)
     trainer.train()
     assert len(seen) == 10 and [weight for *_, weight in seen] == pytest.approx([0.5] * 10)
-    expected = stretto.accelerate(build_deep("gpt2"), layer_drop={"theta": 0.3, "gamma": 0.0}, steps=5)
+    expected = accelerated("gpt2", make=build_deep, layer_drop={"theta": 0.3, "gamma": 0.0}, steps=5)
     for step, pattern, _ in seen:
         stretto.hf.set_step(expected, step)
         assert pattern == factors(expected)
@@ -554,21 +555,19 @@ def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
 
 
 def test_the_meter_counts_the_work_that_was_done() -> None:
-    """A model that leaves out all layers of an encoder but the first, and none of the decoder."""
-    model = stretto.accelerate(build_deep("mbart"), layer_drop=HALF)
-    dropping, meter = dropping_of(model), Meter(model)
-    assert dropping is not None
-    for _, gate in dropping.all_gates():
-        gate.factor = 1.0
-    for gate in list(dropping.gates["model.encoder"].values())[1:]:
-        gate.factor = 0.0
-    meter.add(draw("mbart"))
-    matrices = 4 * 32 * 32 + 2 * 32 * 48
-    assert int(meter.left_out) == 3 * matrices * (9 + 3 + 6)
+    """A model that leaves out all layers but the first counts as a model of one layer."""
+    model = accelerated("gpt2", make=build_deep, layer_drop=HALF)
+    dropping, meter, cfg = dropping_of(model), SpeedMeter(model, torch.device("cpu"), 1), find_counterpart(model)
+    assert dropping is not None and cfg is not None
+    for number, (_, gate) in enumerate(dropping.all_gates()):
+        gate.factor = 0.0 if number else 1.0
+    meter.count(draw("gpt2"))
+    counts = Counts(tokens=9 + 3 + 6, slots=27, labels=18, pairs=81 + 9 + 36)
+    assert meter.count_flops() == training_flops(replace(cfg, layers=1), counts) < training_flops(cfg, counts)
 
 
 def test_what_cannot_be_recorded_is_said() -> None:
-    model = stretto.accelerate(build_deep("gpt2"), layer_drop=HALF | {"sampling": "bernoulli"})
+    model = accelerated("gpt2", make=build_deep, layer_drop=HALF | {"sampling": "bernoulli"})
     assert "'bernoulli' has too many patterns to record" in _find_obstacle(model)
     assert _find_obstacle(make_both("gpt2")) == ""
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,62 +16,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import stretto
-import stretto.hf.loss
-from stretto.hf.batching import DataCollator
-from stretto.hf.swap import is_accelerated
-from stretto.hf.trainer import Meter, ScheduledAdamW, Seq2SeqTrainer, Trainer
+import stretto.hf.defer
+import stretto.report
+from stretto.hf.acceleration import is_accelerated
+from stretto.hf.loop import DataCollator
+from stretto.hf.trainer import ScheduledAdamW, Seq2SeqTrainer, SpeedMeter, Trainer, count_batch, find_counterpart
 from stretto.ops.cross_entropy import linear_cross_entropy
-from tests.hf.families import CLASSES, VOCAB, build
+from tests.hf.families import VOCAB, build
+from tests.hf.trainers import draw_samples, make
 
 Sample = dict[str, Any]
 MODELS = ["bert-classes", "gpt2", "marian"]
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """accelerate remembers the precision of the first trainer of a process, in its state and in the environment."""
-    with patch.dict(os.environ):
-        yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def draw_samples(family: str, number: int = 24) -> list[Sample]:
-    """Of different lengths, with labels that depend on the tokens."""
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for length in torch.randint(3, 12, (number,), generator=generator).tolist():
-        ids = torch.randint(4, VOCAB, (length,), generator=generator)
-        labels = {"bert-classes": ids[0] % CLASSES, "gpt2": ids, "marian": ids.flip(0)[: length // 2 + 1]}
-        samples.append({"input_ids": ids, "labels": labels[family]})
-    return samples
-
-
-def make(kind: Any, model: str | nn.Module, folder: Path, family: str = "", others: Any = (), **options: Any) -> Any:
-    family = family or str(model)
-    defaults = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    samples = draw_samples(family)
-    return kind(
-        model=build(model) if isinstance(model, str) else model,
-        args=hf.Seq2SeqTrainingArguments(str(folder), **defaults | options),
-        train_dataset=samples,
-        eval_dataset=samples[:10],
-        **{"data_collator": DataCollator(1)} | dict(others),
-    )
+pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 
 
 def history(trainer: Any, key: str = "loss") -> Tensor:
@@ -94,7 +52,9 @@ def train_both(family: str, folder: Path, others: Any = (), **options: Any) -> t
 
 @pytest.mark.parametrize("family", MODELS)
 def test_twenty_steps_go_the_same_way(family: str, tmp_path: Path) -> None:
-    ours, theirs = train_both(family, tmp_path, max_steps=20)
+    ours, theirs = (make(kind, build(family), tmp_path, family, max_steps=20) for kind in (Trainer, hf.Trainer))
+    ours.train()
+    theirs.train()
     assert is_accelerated(ours.model) and isinstance(ours.optimizer.optimizer, ScheduledAdamW)
     assert len(history(ours)) == 20 and history(ours).std() > 0.01
     assert_same_way(ours, theirs)
@@ -182,8 +142,8 @@ def test_losses_need_no_logits(smoothing: float, tmp_path: Path) -> None:
 
     trainer = make(Trainer, "gpt2", tmp_path, label_smoothing_factor=smoothing)
     with (
-        patch.object(stretto.hf.loss, "linear_cross_entropy", note),
-        patch.object(stretto.hf.loss.Logits, "compute", side_effect=AssertionError("logits were computed")),
+        patch.object(stretto.hf.defer, "linear_cross_entropy", note),
+        patch.object(stretto.hf.defer.Logits, "compute", side_effect=AssertionError("logits were computed")),
     ):
         trainer.train()
     samples = draw_samples("gpt2")  # an epoch
@@ -294,16 +254,17 @@ def test_a_model_is_accelerated_once_and_when_it_is_made_anew(tmp_path: Path) ->
 
 
 def test_speed_counts_real_tokens_of_all_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretto.hf.trainer, "peak_flops", lambda device: 1e9)
-    monkeypatch.setattr(stretto.hf.trainer, "perf_counter", count().__next__)  # a second passes between two looks
+    monkeypatch.setattr(stretto.report, "peak_flops", lambda device: 1e9)
+    clock = SimpleNamespace(perf_counter=count().__next__)  # a second passes between two looks
+    monkeypatch.setattr(stretto.report, "time", clock)
     trainer = make(Trainer, "gpt2", tmp_path, gradient_accumulation_steps=2, logging_steps=3, max_steps=3)
     trainer.train()
     line = trainer.state.log_history[0]
     lengths = [len(sample["input_ids"]) for sample in trainer.train_dataset]
     assert line["tokens_per_second"] == sum(lengths)
-    layers = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 48)
-    labels = sum(lengths)  # a first token is a label too, though nothing predicts it
-    assert line["mfu"] == pytest.approx(6 * (sum(lengths) * layers + labels * VOCAB * 32) / 1e9)
+    matrices = 2 * (32 * 96 + 32 * 32 + 2 * 32 * 48) + VOCAB * 32
+    attention = 2 * 32 * sum(length**2 for length in lengths)  # half a square
+    assert line["mfu"] == pytest.approx(6 * (sum(lengths) * matrices + attention) / 1e9)
     assert "tokens_per_second" not in trainer.evaluate()
 
 
@@ -311,7 +272,7 @@ def test_what_is_logged_is_added_to_the_dictionary_that_was_given(tmp_path: Path
     """Ours and theirs, as their own `log` does: by an evaluation, whose result has the epoch, and by anybody else."""
     trainer = make(Trainer, "gpt2", tmp_path, max_steps=1)
     trainer.train()
-    trainer.meter.add({"input_ids": torch.ones(2, 3)})
+    trainer.meter.count({"input_ids": torch.ones(2, 3)})
     logs = {"loss": 1.5}
     trainer.log(logs)
     assert logs.keys() >= {"loss", "tokens_per_second", "epoch"}
@@ -334,11 +295,27 @@ BATCHES = {
 
 @pytest.mark.parametrize("family", BATCHES)
 def test_what_counts_as_a_token(family: str) -> None:
-    meter, (batch, expected) = Meter(build(family)), BATCHES[family]
-    meter.add(batch)
-    meter.add(batch)
-    assert int(meter.tokens) == 2 * expected
-    assert int(meter.source) == (12 if family == "marian" else 0)
+    model, (batch, expected) = build(family), BATCHES[family]
+    meter = SpeedMeter(model, torch.device("cpu"), 1)
+    meter.count(batch)
+    meter.count(batch)
+    assert int(meter.counted) == 2 * expected
+    assert find_counterpart(model) is not None and meter.count_flops() > 0
+
+
+def test_pairs_of_tokens_are_those_that_attend_to_each_other() -> None:
+    ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    assert count_batch({"input_ids": ids}, pairs=False).tolist() == [10, 0, 2 * 25, 0, 0, 0]
+    assert count_batch({"input_ids": ids, "attention_mask": mask}, pairs=False).tolist() == [8, 0, 9 + 25, 0, 0, 0]
+    documents = {"input_ids": ids[:1], "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    assert count_batch(documents, pairs=False).tolist() == [5, 0, 9 + 4, 0, 0, 0]
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([[5, -100], [5, 6]])}
+    assert count_batch(batch, pairs=True).tolist() == [3, 3, 1 + 4, 8, 9 + 25, 3 * 1 + 5 * 2]
+
+
+def test_mfu_is_left_out_where_flops_cannot_count() -> None:
+    for family in ("mistral", "t5", "roberta"):
+        assert find_counterpart(build(family)) is None
 
 
 def test_sums_stay_on_the_device_until_they_are_read() -> None:
@@ -348,16 +325,16 @@ def test_sums_stay_on_the_device_until_they_are_read() -> None:
 
         __bool__ = __float__ = item = tolist = __int__  # type: ignore[assignment]
 
-    meter = Meter(build("marian"))
-    meter.add({name: value.as_subclass(Unreadable) for name, value in BATCHES["marian"][0].items()})
+    meter = SpeedMeter(build("marian"), torch.device("cpu"), 1)
+    meter.count({name: value.as_subclass(Unreadable) for name, value in BATCHES["marian"][0].items()})
     with pytest.raises(AssertionError, match="was asked"):
-        meter.read(SimpleNamespace(device="cpu"))
+        meter.read_all(SimpleNamespace(device="cpu"))
 
 
 def test_evaluation_and_saving_take_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 10.0, 15.0])
-    monkeypatch.setattr(stretto.hf.trainer, "perf_counter", times.__next__)
-    meter = Meter(build("gpt2"))
+    monkeypatch.setattr(stretto.report, "time", SimpleNamespace(perf_counter=times.__next__))
+    meter = SpeedMeter(build("gpt2"), torch.device("cpu"), 1)
     with meter.paused():
         pass
     assert meter.since == 5.0

@@ -19,13 +19,12 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 import stretto
 import stretto.hf
-from stretto.hf.journal import Journal
-from stretto.hf.layers import Parts
-from stretto.hf.pending import Pending
-from stretto.hf.swap import outermost
-from stretto.hf.trial import IndexCheck, find_stand_ins
-from tests.hf.families import CLASSES, VOCAB, Batch, build, draw_batch, learn
-from tests.hf.test_packing import count_tokens
+from stretto.hf.acceleration import outermost
+from stretto.hf.defer import Pending
+from stretto.hf.modules import Parts
+from stretto.hf.trial import IndexCheck, Journal, find_stand_ins
+from tests.hf.families import CLASSES, VOCAB, Batch, accelerated, build, draw_batch, learn
+from tests.hf.observe import count_tokens
 
 _TINY = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TINY |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 40}
@@ -168,7 +167,7 @@ def test_an_error_undoes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stretto.hf.exchanges.Exchanges._swap_head", interrupt)
+    monkeypatch.setattr("stretto.hf.acceleration.Exchanges._swap_head", interrupt)
     with pytest.raises(KeyboardInterrupt):
         stretto.accelerate(model)
     assert [(type(module), set(vars(module)), len(module._forward_hooks)) for module in model.modules()] == states
@@ -262,7 +261,7 @@ def test_a_class_is_read_where_it_always_was(kind: str, token: int, left: bool) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings_lose_their_padding_where_that_is_the_same(dtype: torch.dtype) -> None:
-    model: Any = stretto.accelerate(build("llama", dtype))
+    model: Any = accelerated("llama", dtype)
     batch = draw_batch("llama")
     batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
     with count_tokens() as tokens:
@@ -373,7 +372,7 @@ def test_what_is_added_between_layers_keeps_the_rectangle() -> None:
 
 
 def test_a_mask_that_stays_is_in_the_report() -> None:
-    text = str(stretto.hf.report(stretto.accelerate(build("bert-classes"))))
+    text = str(stretto.hf.report(accelerated("bert-classes")))
     assert "yes; padding at the beginning of rows stays" in text
 
 
@@ -383,7 +382,7 @@ def test_a_mask_that_stays_is_in_the_report() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 def test_functions_in_the_place_of_forward_are_called(family: str) -> None:
     """As Accelerate puts them there, which moves weights to the device for the time of a call."""
-    model, batch = stretto.accelerate(build(family)), draw_batch(family)
+    model, batch = accelerated(family), draw_batch(family)
     plain, calls = build(family), []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | hf.pytorch_utils.Conv1D) and "head" not in name:
@@ -405,7 +404,7 @@ def test_functions_in_the_place_of_forward_are_called(family: str) -> None:
 def test_weights_may_be_offloaded(family: str) -> None:
     """Accelerate's hooks fetch the weights of each module when it is called, and leave nothing behind."""
     batch = draw_batch(family)
-    plain, model = build(family).eval(), stretto.accelerate(build(family)).eval()
+    plain, model = build(family).eval(), accelerated(family).eval()
     real = batch.get("decoder_attention_mask", batch["attention_mask"]) != 0
     with torch.no_grad():
         expected = plain(**batch).logits[real]
@@ -415,7 +414,7 @@ def test_weights_may_be_offloaded(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert", "gpt2"])
 def test_parts_that_are_replaced_count(family: str) -> None:
-    model, plain, batch = stretto.accelerate(build(family)), build(family), draw_batch(family)
+    model, plain, batch = accelerated(family), build(family), draw_batch(family)
     for each in (model, plain):
         for module in list(each.modules()):
             for name, child in list(module.named_children()):
@@ -435,7 +434,7 @@ def test_hooks_on_every_module_are_called_as_they_were(family: str) -> None:
     """Forward hooks, and full backward hooks, which wrap what a module is given and gives."""
     counts: list[list[str]] = []
     results = []
-    for model in (build(family), stretto.accelerate(build(family))):
+    for model in (build(family), accelerated(family)):
         seen: list[str] = []
         for name, module in model.named_modules():
             if not isinstance(module, nn.ModuleList | nn.Embedding | hf.PreTrainedModel):
@@ -458,7 +457,7 @@ def partial_note(seen: list[str], name: str) -> Callable[..., None]:
 def test_whoever_looks_into_layers_finds_rectangles(family: str, way: str) -> None:
     """A padded batch, and a probe that keeps what each layer and each part of it gives."""
     batch, seen = draw_batch(family), []
-    for model in (build(family), stretto.accelerate(build(family))):
+    for model in (build(family), accelerated(family)):
         shapes: dict[str, torch.Size] = {}
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in ("1", "mlp", "intermediate", "DenseReluDense"):
@@ -482,7 +481,7 @@ def probe(name: str, module: nn.Module, way: str, shapes: dict[str, torch.Size])
 
 @pytest.mark.parametrize("where", ["layer", "inside", "head"])
 def test_full_backward_hooks(where: str) -> None:
-    model, plain, batch = stretto.accelerate(build("llama")), build("llama"), draw_batch("llama")
+    model, plain, batch = accelerated("llama"), build("llama"), draw_batch("llama")
     names = {"layer": "model.layers.1", "inside": "model.layers.0.self_attn.o_proj", "head": "lm_head"}
     seen: list[Tensor] = []
     for each in (model, plain):
@@ -497,7 +496,7 @@ def test_full_backward_hooks(where: str) -> None:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_another_attention_may_be_chosen_afterwards(implementation: str) -> None:
     for family in ("llama", "bert", "t5"):
-        model, batch = stretto.accelerate(build(family)), draw_batch(family)
+        model, batch = accelerated(family), draw_batch(family)
         model.set_attn_implementation(implementation)  # type: ignore[operator]
         torch.testing.assert_close(learn(model, batch), learn(build(family), batch), rtol=1e-3, atol=1e-5)
 
@@ -506,7 +505,7 @@ def test_layers_may_be_taken_away_afterwards() -> None:
     batch = draw_batch("llama")
     results = []
     for change in ("slice", "configuration", "delete"):
-        for model in (build("llama"), stretto.accelerate(build("llama"))):
+        for model in (build("llama"), accelerated("llama")):
             inner: Any = model.model
             if change == "slice":
                 inner.layers = inner.layers[:1]
@@ -522,7 +521,7 @@ def test_layers_may_be_taken_away_afterwards() -> None:
 
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5", "bart", "vit"])
 def test_a_model_can_be_pickled(family: str) -> None:
-    model, batch = stretto.accelerate(build(family)), draw_batch(family)
+    model, batch = accelerated(family), draw_batch(family)
     expected = learn(model, batch)
     file = io.BytesIO()
     torch.save(model, file)
@@ -540,7 +539,7 @@ def test_a_model_can_be_pickled(family: str) -> None:
 def test_a_batch_without_a_single_label(family: str) -> None:
     batch = draw_batch(family)
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    model, plain = stretto.accelerate(build(family)), build(family)
+    model, plain = accelerated(family), build(family)
     assert model(**batch).loss.isnan() and plain(**batch).loss.isnan()
     options = {"num_items_in_batch": torch.tensor(4)} if family in ("llama",) else {}
     if options:
@@ -579,7 +578,7 @@ def test_a_journal_undoes_in_order() -> None:
 
 
 def test_nothing_that_waits_is_seen_by_a_hook() -> None:
-    model = stretto.accelerate(build("gpt2"))
+    model = accelerated("gpt2")
     seen: list[Any] = []
     for module in model.modules():
         module.register_forward_hook(lambda _, args, out: seen.append((args, out)))
@@ -653,7 +652,7 @@ def other_pooler(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [mean_instead, hook_instead, other_pooler])
 def test_heads_that_read_padding_later(change: Callable[[Any], None]) -> None:
-    plain, model = build("bert-classes").eval(), stretto.accelerate(build("bert-classes")).eval()
+    plain, model = build("bert-classes").eval(), accelerated("bert-classes").eval()
     change(plain)
     change(model)
     batch = draw_batch("bert-classes")
@@ -661,8 +660,8 @@ def test_heads_that_read_padding_later(change: Callable[[Any], None]) -> None:
 
 
 def test_an_interrupt_inside_a_call_is_forgotten() -> None:
-    model: Any = stretto.accelerate(build("bert"))
-    other = stretto.accelerate(build("bert-classes"))
+    model: Any = accelerated("bert")
+    other = accelerated("bert-classes")
 
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -678,8 +677,8 @@ def test_an_interrupt_inside_a_call_is_forgotten() -> None:
 
 def test_a_teacher_inside_of_a_student() -> None:
     """A model that is called in the forward pass of another is not a part of it."""
-    teacher = stretto.accelerate(build("llama")).train()
-    student: Any = stretto.accelerate(build("llama")).train()
+    teacher = accelerated("llama").train()
+    student: Any = accelerated("llama").train()
     batch, seen = draw_batch("llama"), []
 
     def ask(*args: Any) -> None:
@@ -697,7 +696,7 @@ def test_a_teacher_inside_of_a_student() -> None:
 @pytest.mark.parametrize("change", ["wrap", "replace"])
 def test_layers_that_are_wrapped_or_replaced(change: str) -> None:
     found = []
-    for model in (build("bert"), stretto.accelerate(build("bert"))):
+    for model in (build("bert"), accelerated("bert")):
         inner: Any = model
         if change == "wrap":
             apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, BertLayer))
@@ -710,7 +709,7 @@ def test_layers_that_are_wrapped_or_replaced(change: str) -> None:
 
 
 def test_a_bias_that_comes_later() -> None:
-    models: Any = [build("llama"), stretto.accelerate(build("llama"))]
+    models: Any = [build("llama"), accelerated("llama")]
     for model in models:
         for layer in model.model.layers:
             layer.mlp.up_proj.bias = nn.Parameter(torch.full((48,), 0.3))
@@ -721,7 +720,7 @@ def test_a_bias_that_comes_later() -> None:
 
 def test_logits_are_not_read_behind_a_fused_step() -> None:
     """Torch's fused optimizers change weights without a new version."""
-    model = stretto.accelerate(build("llama"))
+    model = accelerated("llama")
     out = model(**draw_batch("llama"))
     out.loss.backward()
     torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
@@ -751,7 +750,7 @@ def test_two_losses_of_one_tensor() -> None:
 
 
 def test_restore_leaves_what_others_have_changed() -> None:
-    model: Any = stretto.accelerate(build("llama"))
+    model: Any = accelerated("llama")
     torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
     expected = learn(model, draw_batch("llama"))
     found = learn(stretto.restore(model), draw_batch("llama"))
@@ -760,9 +759,7 @@ def test_restore_leaves_what_others_have_changed() -> None:
 
 def test_tuples_have_their_places() -> None:
     for family in ("llama", "t5"):
-        ours, theirs = (
-            m(**draw_batch(family), return_dict=False) for m in (stretto.accelerate(build(family)), build(family))
-        )
+        ours, theirs = (m(**draw_batch(family), return_dict=False) for m in (accelerated(family), build(family)))
         assert len(ours) == len(theirs)
 
 

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stretto.config import ModelConfig, build_model_config
+from stretto.convert.families import CHOICES, describe_size, read_model
+from stretto.convert.folder import Tensors, load_model, load_weights, write_folder
 from stretto.data import load_tokenizer
 from stretto.errors import CheckpointError, ConfigError
-from stretto.families import CHOICES, describe_size, read_model
-from stretto.hf.folder import Tensors, load_model, load_weights, write_folder
 from stretto.model import build_model
 from stretto.weights import initialise, put
 from tests.hf.compare import assert_same_logits, load_theirs, read_tensors, write_words

@@ -4,7 +4,7 @@ A Hugging Face model gets a rectangle [N, S] and a mask. Its own code embeds the
 around its layers; only the layers see less of it:
 
     first layer    [N, S, C] becomes [1, T, C], the T tokens that the mask keeps, one sequence after the other
-    attention      finds a `Packing` where the mask would be, and stays inside the sequences (attention.py)
+    attention      finds a `Packing` where the mask would be, and stays inside the sequences
     last layer     [1, T, C] becomes [N, S, C] again, zero where there is padding
 
 So positions, poolers, heads and outputs are the model's own. A hook on each model (`enter`, `leave`) decides, before
@@ -14,32 +14,58 @@ travels as arguments, so that a layer that is recomputed in the backward pass fi
 Packed documents are the same with nothing to leave out: rows of [N, S] hold several documents, whose ends are given by
 position_ids that start anew, or by cu_seq_lens_q. A rectangle is kept where the result would not be the same: labels on
 padding, a row whose class is read at padding, hidden states that are asked for, a cache, a window that the sequences
-exceed, a hole in a row with a bias by distance. Compiled code keeps it too: how many tokens are real is not known to a
-compiler.
+exceed, a hole in a row with a bias by distance. Compiled code keeps it too: a compiler does not know the number of real
+tokens.
+
+What the model around the layers does with their result is its own: it may read a class at the first position, at the
+last one, or at the last id that is not padding; it may count tokens for a loss. So `try_padding` runs it on batches of
+every kind of padding (find.py), with the rectangle and without, and kinds with another result keep the rectangle.
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from stretto.attention import attend
 from stretto.batch import IGNORE, Layout, dense_layout
-from stretto.hf.call import NOTHING, UNTRIED, Call, Facts, Known, Tried, current_call, known_batch, set_call
-from stretto.hf.layers import is_touched, is_watched
-from stretto.hf.roles import Stack, is_ours
+from stretto.hf.defer import NOTHING, UNTRIED, Call, Facts, Known, Request, Tried, calling, current_call, set_call
+from stretto.hf.find import (
+    IDS,
+    LENGTH,
+    NAME,
+    SIDES,
+    Batch,
+    Stack,
+    argument_default,
+    argument_names,
+    draw_padded,
+    find_tokens,
+    given_arguments,
+    masks_of,
+    pad_id,
+    replace_argument,
+    takes_any_name,
+    with_labels,
+)
+from stretto.hf.modules import is_touched, is_watched
+from stretto.hf.trial import Result, Stage, find_difference, in_precision_of, run
 
-MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # and what they are masks of
-OPTIONS = {"return_dict", "use_cache", "logits_to_keep", "num_items_in_batch"}  # of a call, which read no token
-HANDED_ON = {  # what a model around layers may be given: they get it packed, or never
+log = logging.getLogger(__name__)
+MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # masks, and what they mask
+OPTIONS = {"return_dict", "use_cache", "logits_to_keep", "num_items_in_batch"}  # arguments that concern no token
+SETTINGS = str | bool | int | float
+HANDED_ON = {  # arguments of the model around the layers that the layers get packed, or never
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask",
     "token_type_ids", "labels",
 }  # fmt: skip
@@ -70,37 +96,6 @@ class Packing:
         return x.view(self.rows, self.length, *x.shape[-1:])
 
 
-def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Of the `forward` of its class, or of the class that one of ours was mixed into."""
-    kind: Any = type(module)
-    return _find_names(kind)
-
-
-@cache
-def _find_names(kind: Any) -> tuple[str, ...]:
-    theirs = (base for base in kind.__mro__ if "forward" in vars(base) and not is_ours(base))
-    return tuple(inspect.signature(next(theirs).forward).parameters)[1:]
-
-
-def takes_any_name(module: nn.Module) -> bool:
-    parameters = inspect.signature(type(module).forward).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def given_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(argument_names(module), args, strict=False)) | kwargs
-
-
-def replace_argument(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with another value for one of them, which stays positional if it was."""
-    if name in argument_names(module)[: len(args)]:
-        at = argument_names(module).index(name)
-        return (*args[:at], value, *args[at + 1 :]), kwargs
-    return args, kwargs | {name: value}
-
-
 @dataclass(frozen=True, eq=False)
 class Outside:
     """A module around layers, as it was when its model was tried."""
@@ -129,17 +124,17 @@ class Outside:
 
 @dataclass(eq=False)
 class Seat:
-    """What accelerate has decided for one model, which may be a part of another."""
+    """What accelerate has decided for one PreTrainedModel, which may be a part of another."""
 
     unpad: bool
     loss: bool
     packed: bool
-    stack: Stack | None = None  # of layers that can run without padding
-    around: frozenset[nn.Module] = frozenset()  # the models that it is a part of
-    kin: frozenset[nn.Module] = frozenset()  # all models that were accelerated with it
-    outside: tuple[Outside, ...] = ()  # what is in it but in no layer
+    stack: Stack | None = None  # layers that can run without padding
+    around: frozenset[nn.Module] = frozenset()  # models that it is a part of
+    kin: frozenset[nn.Module] = frozenset()  # models that were accelerated with it
+    outside: tuple[Outside, ...] = ()  # modules in it that are in no layer
     works_without_cache: bool = False
-    layers: nn.ModuleList | None = None  # of which each but the last hands its result to the next one alone
+    layers: nn.ModuleList | None = None  # layers that hand their result to the next one alone
     tried: Tried = UNTRIED
 
 
@@ -150,33 +145,21 @@ def enter(
     has to be returned; the one that owns a stack of layers decides about its packing."""
     if torch.compiler.is_compiling():
         return None
+    before = current_call()
+    outer = before or Call()
+    if outer.model is not None and outer.model not in seat.around:
+        before = None if outer.model in seat.kin else before  # one of its own parts was left by an interrupt
+        outer = Call()  # a call of another model goes on
     given, names = given_arguments(model, args, kwargs), argument_names(model)
-    before = outer = current_call()
-    if outer is not None and outer.model is not None and outer.model not in seat.around:
-        outer = None  # a call of another model goes on; one of its own parts was left by an interrupt
-        before = None if before is not None and before.model in seat.kin else before
-    labels = given.get("labels")
-    known = known_batch.get() or (
-        get_to_know(given, names, pad_id(model)) if seat.unpad and labels is not None else NOTHING
-    )
-    call = Call(
-        model,
-        outer,
-        labels=labels if outer is None or labels is not None else outer.labels,
-        known=known if outer is None or labels is not None else outer.known,
-        rectangle=(outer is not None and outer.rectangle)
-        or _wants(model, given, "output_hidden_states")
-        or (seat.unpad and known.labels_on_padding),
-        lazy=(outer is not None and outer.lazy and torch.is_grad_enabled())
-        or (seat.loss and labels is not None and model.training and torch.is_grad_enabled()),
-        before=before,
-    )
-    _look_outside(call, model, seat, given)
+    call = _describe_call(model, seat, given, outer)
+    call.before = before
+    if outer.model is None:
+        _describe_request(call, model, seat, given)
     if seat.layers is not None and not _wants(model, given, "output_hidden_states"):
         layers = tuple(seat.layers)
         call.chain = () if _is_recomputed(model, layers[0]) or any(map(is_touched, layers)) else layers[:-1]
     set_call(call)
-    unwanted = seat.works_without_cache and model.training and not call.as_tuple
+    unwanted = seat.works_without_cache and model.training and not call.request.as_tuple
     if unwanted and "use_cache" in names and given.get("use_cache") is None:
         args, kwargs = replace_argument(model, args, kwargs, "use_cache", False)  # nobody reads a cache while training
         given["use_cache"] = False
@@ -185,36 +168,52 @@ def enter(
     return args, kwargs
 
 
-def _look_outside(call: Call, model: PreTrainedModel, seat: Seat, given: dict[str, Any]) -> None:
-    """What the outermost model was given, and whether it was tried with that."""
-    outer = call.outer
-    if outer is not None and outer.model is not None:
-        call.trial, call.tried, call.given, call.ids = outer.trial, outer.tried, outer.given, outer.ids
-        call.as_tuple = outer.as_tuple
-        return
-    call.as_tuple = not _wants(model, given, "return_dict")
-    call.trial, call.tried, call.ids = outer is not None and outer.trial, seat.tried, given.get("input_ids")
-    call.given = frozenset(name for name, value in given.items() if value is not None)
-    familiar = call.trial or is_familiar(model, given, seat.tried)
+def _describe_call(model: PreTrainedModel, seat: Seat, given: dict[str, Any], outer: Call) -> Call:
+    labels = given.get("labels")
+    known = outer.known
+    if labels is not None and not outer.request.planned:
+        known = get_to_know(given, argument_names(model), pad_id(model)) if seat.unpad else NOTHING
+    on_padding = seat.unpad and known.labels_on_padding
+    lazy = outer.lazy or (seat.loss and labels is not None and model.training)
+    return Call(
+        model,
+        outer,
+        rectangle=outer.rectangle or on_padding or _wants(model, given, "output_hidden_states"),
+        lazy=lazy and torch.is_grad_enabled(),
+        request=outer.request,
+        labels=outer.labels if labels is None else labels,
+        known=known,
+        layer=outer.layer,
+    )
+
+
+def _describe_request(call: Call, model: PreTrainedModel, seat: Seat, given: dict[str, Any]) -> None:
+    """Notes what the outermost model is given. Padding stays if the model was not tried with that."""
+    request = call.request
+    request.as_tuple = not _wants(model, given, "return_dict")
+    request.tried, request.ids = seat.tried, given.get("input_ids")
+    request.given = frozenset(name for name, value in given.items() if value is not None)
+    familiar = request.trial or is_familiar(model, given, seat.tried)
     if not familiar or any(part.has_changed() for part in seat.outside):
         call.rectangle = True
 
 
 def is_familiar(model: PreTrainedModel, given: Mapping[str, Any], tried: Tried) -> bool:
-    """Whether a model was tried with arguments of these names, for each token a value, and with such labels."""
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    """Whether a model was tried with such labels, and with all arguments that have a value for each token."""
+    tokens = find_tokens(given)
     shape = tokens.shape[:2] if isinstance(tokens, Tensor) else None
     labels = given.get("labels")
-    if isinstance(labels, Tensor) and kind_of_labels(labels) != tried.labels:
-        return False
+    if isinstance(labels, Tensor):  # a row may have a class or numbers, which does not matter here
+        kind = "tokens" if labels.ndim > 1 and not labels.is_floating_point() else "rows"
+        if kind != tried.labels:
+            return False
     for name, value in given.items():
         if name in tried.names or value is None:
             continue
         if isinstance(value, Tensor):
             if value.ndim and (value.shape[:2] == shape or _may_point(name, value, shape)):
                 return False
-        elif isinstance(value, str | bool | int | float) and name not in OPTIONS and value != _default(model, name):
+        elif name not in OPTIONS and isinstance(value, SETTINGS) and value != argument_default(model, name):
             return False
     return wanted_outputs(model, given) == tried.options
 
@@ -223,21 +222,6 @@ def _may_point(name: str, value: Tensor, shape: Any) -> bool:
     """Whether it may say, for each row, which token is meant: whole numbers that are no labels."""
     whole = not value.is_floating_point() and not name.endswith(("label", "labels"))
     return whole and shape is not None and len(value) == shape[0]
-
-
-@cache
-def _defaults(kind: Any) -> dict[str, Any]:
-    return {name: p.default for name, p in inspect.signature(kind.forward).parameters.items()}
-
-
-def _default(model: nn.Module, name: str) -> Any:
-    kind: Any = type(model)
-    return _defaults(kind).get(name)
-
-
-def kind_of_labels(labels: Tensor) -> str:
-    """In the words of draw.py. What a row is compared with, a class or numbers, does not matter here."""
-    return "tokens" if labels.ndim > 1 and not labels.is_floating_point() else "rows"
 
 
 def wanted_outputs(model: PreTrainedModel, given: Mapping[str, Any]) -> frozenset[str]:
@@ -265,14 +249,9 @@ def _is_recomputed(model: PreTrainedModel, layer: nn.Module) -> bool:
     return model.training and any(getattr(module, "gradient_checkpointing", False) for module in (model, layer))
 
 
-def pad_id(model: PreTrainedModel) -> int | None:
-    found = getattr(model.config.get_text_config(), "pad_token_id", None)
-    return found if isinstance(found, int) else None
-
-
 def get_to_know(given: Mapping[str, Any], names: Sequence[str], pad: int | None) -> Known:
-    """A batch with labels, for a model that takes arguments of these names and knows padding by the id `pad`. The host
-    waits for the device once."""
+    """What the host can know of a batch with labels, for a model that takes arguments of these names and has padding of
+    the id `pad`. The host waits for the device once."""
     labels = given.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return NOTHING
@@ -299,8 +278,8 @@ def has_labels_on_padding(labels: Tensor, mask: Any) -> Tensor:
 
 
 def _measure(mask: Tensor, ids: Any, pad: int | None) -> Tensor:
-    """int64 [8]: its largest value, tokens, longest row, shortest row, rows without their first token, rows without
-    their last one, most pieces in a row, and how many ids at padding are not `pad` (-1: there are no ids)."""
+    """int64 [8]: largest value, tokens, longest row, shortest row, rows without their first token, rows without their
+    last one, most pieces in a row, and number of ids at padding that are not `pad` (-1: there are no ids)."""
     kept = mask != 0
     lengths = kept.sum(1)
     pieces = kept[:, 0] + (kept[:, 1:] & ~kept[:, :-1]).sum(1)
@@ -328,14 +307,14 @@ def _judge(mask: Tensor, read: Iterator[int]) -> Facts:
 
 def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed: bool) -> None:
     """Sets the packing of a call of the stack's owner, if there is to be one."""
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    tokens = find_tokens(given)
     if not isinstance(tokens, Tensor) or tokens.ndim < 2 or tokens.shape[0] * tokens.shape[1] == 0:
         return
     call.stack = stack
     # What the model does with it, between layers or for them, may rely on the rectangle's shape.
     strange = next((name for name, value in given.items() if name not in HANDED_ON and _has_rows(value)), None)
     cached = stack.causal and (given.get("past_key_values") is not None or _wants(stack.owner, given, "use_cache"))
+    dropped = stack.owner.training and bool(getattr(stack.owner, "layerdrop", 0.0))
     documents = _find_documents(tokens, given) if stack.causal else None
     if documents is None:
         if packed and stack.causal and stack.owner.training:
@@ -343,14 +322,13 @@ def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed
                 f"{type(stack.owner).__name__} was accelerated with packed=True: it needs the ends of documents, as "
                 "position_ids that start anew with each of them, or as cu_seq_lens_q"
             )
-        dropped = stack.owner.training and _drops_layers(stack)
         if unpad and not (cached or stack.problem or dropped or strange) and not any(map(is_watched, stack.inside)):
             _unpad(call, stack, tokens, given)
         return
     if not packed and given.get("cu_seq_lens_q") is None and (cached or stack.problem):
         return  # nobody has said that these positions are of documents: what they mean is up to the model
     problem = "the model keeps a cache: pass use_cache=False" if cached else stack.problem
-    problem = "its layers are dropped at random" if stack.owner.training and _drops_layers(stack) else problem
+    problem = "its layers are dropped at random" if dropped else problem
     exceeds = stack.exceeds_window(documents.max_len)
     if exceeds or strange:
         if given.get("cu_seq_lens_q") is None and not cached:
@@ -386,11 +364,11 @@ def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> N
     where the batch is known beforehand, since transformers, while a CUDA graph is recorded, would build a mask."""
     shape, memory = (tokens.shape[0], tokens.shape[1]), given.get("encoder_hidden_states")
     ids = given.get("input_ids")
-    ids, pad = call.ids if ids is None else ids, pad_id(stack.owner)
+    ids, pad = call.request.ids if ids is None else ids, pad_id(stack.owner)
     own = _read_mask(call.known, given.get("attention_mask"), shape, tokens.device, ids, pad)
     if own is None or (own.facts.holes and stack.relative) or stack.exceeds_window(own.layout.max_len):
         return
-    if not call.trial and not call.tried.covers(own.facts, call.given):
+    if not call.request.trial and not call.request.tried.covers(own.facts, call.request.given):
         return  # what the model around does with its layers' result may depend on padding
     if stack.owner.config.is_encoder_decoder and own.facts.empty:
         return  # a decoder that attends to a row of padding alone sees the padding
@@ -401,14 +379,12 @@ def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> N
         if other is None or other.facts.empty:
             return
     all_kept = own.index is None and (other is None or other.index is None)
-    if all_kept and not stack.relative and known_batch.get() is None:
+    if all_kept and not stack.relative and not call.request.planned:
         return
     call.own = Packing(*shape, own.index, own.layout, own.layout, stack.causal, stack.layers[-1])
     if other is not None and memory is not None:
         call.memory = Packing(memory.shape[0], memory.shape[1], other.index, own.layout, other.layout)
-    outer: Call | None = call
-    while outer is not None:
-        outer.ran_packed, outer = True, outer.outer
+    call.request.ran_packed = True
 
 
 @dataclass(frozen=True)
@@ -423,7 +399,7 @@ class _Kept:
 def _read_mask(
     known: Known, mask: Any, shape: tuple[int, int], device: torch.device, ids: Any, pad: int | None
 ) -> _Kept | None:
-    """None where it keeps nothing, or is not a mask of these rows."""
+    """What a mask keeps; None where that is nothing, or it is not a mask of these rows."""
     rows, length = shape
     facts = Facts(rows * length, length, True, empty=False, headless=False, tailless=False, holes=False, ids="none")
     if mask is not None:
@@ -453,12 +429,8 @@ def _append(layout: Layout, fillers: int, facts: Facts) -> Layout:
     return Layout(torch.cat([layout.offsets, ends]), facts.longest)
 
 
-def _drops_layers(stack: Stack) -> bool:
-    return bool(getattr(stack.owner, "layerdrop", 0.0))
-
-
 def _has_rows(value: Any) -> bool:
-    """Whether there is something in it that may have a value for each token."""
+    """Whether an argument may have a value for each token."""
     if isinstance(value, Tensor):
         return value.ndim > 1
     return isinstance(value, list | tuple | dict) and len(value) > 0
@@ -504,3 +476,189 @@ def _pack_once(call: Call, packing: Packing, value: Any) -> Any:
             return packed
     call.packed.append((value, packing.pack(value)))
     return call.packed[-1][1]
+
+
+# Attention
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, build_mask)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Packing | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query [N, H, S, D], key and value [N, K, S', D] to [N, S, H, D]."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    bias = others.get("position_bias")
+    rows, length, others_length = query.shape[0], query.shape[2], key.shape[2]
+    if isinstance(attention_mask, Packing):
+        queries, keys, causal = attention_mask.queries, attention_mask.keys, attention_mask.causal
+        bias = None if bias is None or bias.numel() == 0 else bias
+    elif (
+        attention_mask is None
+        and bias is None
+        and (length == others_length or not causal)
+        and value.shape[-1] == query.shape[-1]
+        and others.get("softcap") is None
+    ):
+        queries = dense_layout(rows, length, device=query.device)
+        keys = queries if length == others_length else dense_layout(rows, others_length, device=query.device)
+    else:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
+        )
+        return out, None
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = attend(q, k, _let_go(v, k), queries, keys, causal, dropout, bias, scale=scaling)
+    return out.view(rows, length, *out.shape[1:]), None
+
+
+def _let_go(value: Tensor, key: Tensor) -> Tensor:
+    """Values that are a part of one product with queries and keys (`Together`) keep all of it for the backward pass; a
+    copy is better where queries and keys were rotated, and are elsewhere."""
+    if torch.compiler.is_compiling() or not value.requires_grad:
+        return value
+    return value if value.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() else value.contiguous()
+
+
+def build_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    if not torch.compiler.is_compiling():
+        call, window = current_call(), kwargs.get("local_size")
+        if call is not None and call.stack is not None and isinstance(window, int):
+            call.stack.windows.add(window)
+        if call is not None and call.own is not None:
+            return None
+        # Without padding everybody sees everybody. While a graph is recorded, transformers 5.17 would not skip it.
+        anyone_may_see = kwargs.get("allow_is_bidirectional_skip") and kwargs.get("local_size") is None
+        if anyone_may_see and kwargs.get("attention_mask") is None:
+            return None
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+class DistanceBias(nn.Module):
+    """Mixed into attention with a bias by distance, such as T5's. In a packed batch the bias is [H, 2 R - 1], a number
+    for each distance up to the longest sequence, instead of one for each pair of tokens; for attention without a bias
+    of its own it is empty."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        packing = next((value for value in (*args, *kwargs.values()) if isinstance(value, Packing)), None)
+        if packing is not None and kwargs.get("position_bias") is None:
+            kwargs["position_bias"] = self.bias_by_distance(hidden_states, packing.keys.max_len)
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def bias_by_distance(self, like: Tensor, reach: int) -> Tensor:
+        if not self.has_relative_attention_bias:
+            return like.new_zeros(self.n_heads, 0)  # type: ignore[call-overload]
+        compute: Any = self.compute_bias
+        ahead, behind = (compute(*shape, device=like.device) for shape in ((1, reach), (reach, 1)))
+        return torch.cat([behind[0, :, 1:, 0].flip(1), ahead[0, :, 0]], 1)
+
+
+# Trials
+
+
+@dataclass(frozen=True)
+class PaddingTrial:
+    """Runs a model on batches of every kind of padding, with the rectangle and without."""
+
+    stage: Stage
+    model: PreTrainedModel
+    called: nn.Module  # the model, or a module around it that takes batches, and may read padding, too
+    stacks: list[Stack]  # stacks in the model that can run without padding
+
+    def run(self) -> Tried:
+        """The kinds of batch with which the model gives the same results without padding."""
+        kinds: set[tuple[str, str]] = set()
+        names: set[str] = set()
+        labels = None
+        for form, sorts in (("ids", IDS), ("embeds", ("none",)), ("positions", ("positions",))):
+            groups = [[(side, sort) for side in _sides(self.stacks) for sort in sorts]]
+            while groups:  # all kinds at once; where that fails, one side after the other, and then each by itself
+                some = groups.pop()
+                tried = self._try_group(some, form, labels)
+                if tried is not None:
+                    labels, given = tried
+                    kinds |= set(some)
+                    names |= given
+                elif len(some) > 1:
+                    sides = dict.fromkeys(side for side, _ in some)
+                    parts = [[kind for kind in some if kind[0] == side] for side in sides]
+                    groups += parts if len(parts) > 1 else [[kind] for kind in some]
+        names |= {"decoder_input_ids", "decoder_attention_mask"} if "decoder_attention_mask" in names else set()
+        return Tried(frozenset(kinds), frozenset(names), labels or "", wanted_outputs(self.model, {}))
+
+    def _try_group(self, kinds: list[tuple[str, str]], form: str, labels: str | None) -> tuple[str, set[str]] | None:
+        """The kind of labels and the arguments of a batch that gave the same results; None where there is none."""
+        try:
+            sides, sorts = (list(dict.fromkeys(each)) for each in zip(*kinds, strict=True))
+            length = min([LENGTH, *(window for stack in self.stacks for window in stack.windows)])
+            batch = draw_padded(self.model, sides, sorts, form, length)
+            if batch is None:
+                return None
+            for sort, inputs in with_labels(self.model, batch, self.called):
+                if labels is not None and sort != labels:
+                    continue
+                same = compare_padded(self.stage, self.called, inputs, sort)
+                if same is not None:
+                    # What a model does may depend on whether there are labels, and whether it is trained.
+                    unlabelled = compare_padded(self.stage, self.called, batch, "")
+                    trained = compare_padded(self.stage, self.called, inputs, sort, training=True)
+                    return (sort, set(inputs)) if same and False not in (unlabelled, trained) else None
+        except Exception as error:
+            log.debug("%s cannot be tried with padding: %s", type(self.model).__name__, error)
+        return None
+
+
+def try_padding(stage: Stage, model: PreTrainedModel, stacks: list[Stack], around: nn.Module) -> Tried:
+    takes = {"input_ids", "attention_mask"} <= set(argument_names(around))
+    if not takes and takes_any_name(around):  # it takes batches if it can be run with one
+        batch = draw_padded(model, ("right",), ("own",), "ids")
+        takes = batch is not None and compare_padded(stage, around, batch, "") is not None
+    return PaddingTrial(stage, model, around if takes else model, stacks).run()
+
+
+def compare_padded(stage: Stage, model: nn.Module, inputs: Batch, labels: str, training: bool = False) -> bool | None:
+    """Whether a batch gives the same results without its padding; None where the model does not take it, or gives, in
+    training, another result each time."""
+    if not isinstance(model, PreTrainedModel) and not takes_any_name(model):
+        inputs = {name: value for name, value in inputs.items() if name in argument_names(model)}
+    results: list[Result] = []
+    for trial in (False, False, True) if training else (False, True):
+        request = Request(trial)
+        with stage.set_up(training=training), calling(Call(rectangle=not trial, request=request)):
+            torch.manual_seed(len(results))
+            try:
+                given = in_precision_of(model, inputs)
+                results.append(run(model, given, None, masks_of(inputs), scores=labels == "tokens"))
+            except Exception as error:
+                log.debug("%s, %s: %s", type(model).__name__, sorted(inputs), error)
+                return False if trial else None
+    if training and find_difference(results[1], results[0]):
+        return None
+    return request.ran_packed and find_difference(results[-1], results[0]) is None
+
+
+def _sides(packed: list[Stack]) -> list[str]:
+    """The kinds of padding that these stacks may run without (`_unpad`)."""
+    hidden = {"empty"} if any(stack.owner.config.is_encoder_decoder for stack in packed) else set()
+    hidden |= {"holes"} if any(stack.relative for stack in packed) else set()
+    return [side for side in SIDES if side not in hidden]
+
+
+def describe_kept(tried: Tried, packed: list[Stack]) -> str:
+    """A remark for the report: the kinds of padding that stay although others do not."""
+    words = {"right": "at the end of rows", "left": "at the beginning of rows", "holes": "between tokens"}
+    gone = {side for side, _ in tried.kinds}
+    kept = [words[side] for side in _sides(packed) if side in words and side not in gone]
+    return f"; padding {' or '.join(kept)} stays" if kept else ""

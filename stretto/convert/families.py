@@ -1,7 +1,7 @@
 """The Hugging Face models that Stretto can be, and where their config.json says what our [model] section says.
 
 One `Family` serves both directions: `read_model` fills in a recipe from the folder that `model.init` names, and the
-export in hf/ writes a config.json by the same keys. Only the standard library is imported here, as in config.py.
+export in folder.py writes a config.json by the same keys. Only the standard library is imported here, as in config.py.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from typing import Any
 
 from stretto.errors import ConfigError
 
-# Theirs to ours; of two names for one function, the one that is written comes last.
+# Their names to ours; of two names for one function, the one that is written comes last.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu": "relu", "swish": "silu",
     "silu": "silu",
 }  # fmt: skip
 ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-CHOICES = ("dropout", "attention_dropout", "activation_dropout", "label_smoothing")  # of training, not of the model
+CHOICES = ("dropout", "attention_dropout", "activation_dropout", "label_smoothing")  # keys that training may choose
 
 
 @dataclass(frozen=True)
 class Family:
-    architecture: str  # the class that has our head
-    keys: Mapping[str, tuple[str, ...]]  # our key -> theirs, which must all say the same
-    fixed: Mapping[str, Any]  # our keys that make a model one of this family
-    demands: Mapping[str, Any]  # options that only they have, and the value we can do: the default of their class
-    defaults: Mapping[str, Any]  # what a config.json means that does not say
-    classifier: str = ""  # the class with a classification head
-    reads: Mapping[str, Any] = field(default_factory=dict)  # our keys for what a folder may have; writing needs it not
+    architecture: str  # name of the class that has our head
+    keys: Mapping[str, tuple[str, ...]]  # our key -> their keys, whose values must be equal
+    fixed: Mapping[str, Any]  # our keys and values that make a model one of this family
+    demands: Mapping[str, Any]  # options that Stretto lacks, and the only value that it can do: their default
+    defaults: Mapping[str, Any]  # values of keys that a config.json may leave out
+    classifier: str = ""  # name of the class with a classification head
+    reads: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # our keys and values for reading; a written model may differ
 
 
 _PLAIN = {"norm": "layernorm", "bias": True, "embed_scale": False, "embed_norm": False}
@@ -157,9 +159,13 @@ def read_family(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def read_model(folder: Path) -> dict[str, Any]:
     """The keys of our [model] section that make the same model; a `ConfigError` says what has no counterpart."""
-    kind, config = read_family(folder)
-    family, where = FAMILIES[kind], f"model.init: {folder / 'config.json'}"
-    config = dict(family.defaults) | config
+    return convert_config(*read_family(folder), f"model.init: {folder / 'config.json'}")
+
+
+def convert_config(kind: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The same for the values of a config.json; errors begin with `where`."""
+    family = FAMILIES[kind]
+    config = {**family.defaults, **config}
     for key, value in family.demands.items():
         if config.get(key, value) != value:
             raise ConfigError(f"{where} has {key} = {config[key]!r}; Stretto's {kind} can only do {value!r}")
@@ -206,13 +212,13 @@ def _read_rope(where: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_rope(model: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers 4 has it; 5 reads it too."""
+    """The keys of rotary positions in transformers 4; version 5 reads them too."""
     scaling = model["rope_scaling"]
     return {"rope_theta": model["rope_theta"], "rope_scaling": scaling and {"rope_type": "llama3"} | scaling}
 
 
 def describe_size(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Our [model] section with what 0 stands for."""
+    """Our [model] section, in which sizes of 0 are replaced by what they stand for."""
     return dict(model) | {
         "mlp_width": model["mlp_width"] or 4 * model["width"],
         "kv_heads": model["kv_heads"] or model["heads"],

@@ -106,7 +106,7 @@ TABLES: dict[str, dict[str, str]] = {
     },
 }
 
-# Copies of ours that a file may have or not: theirs to ours. Those of the output layer count where it is tied.
+# Their names for copies of our parameters, which a file may have. Those of the output layer count where it is tied.
 _COPIES = {
     "lm_head.weight": "embedding.token.weight",
     "cls.predictions.decoder.weight": "embedding.token.weight",
@@ -114,7 +114,7 @@ _COPIES = {
     "model.encoder.embed_tokens.weight": "embedding.token.weight",
     "model.decoder.embed_tokens.weight": "embedding.token.weight",
 }
-# What can be computed (masks, numbers, angles, sines), and the poolers that language models and ViT do not use.
+# Names of tensors that can be computed (masks, numbers, angles, sines), and of poolers that the models do not use.
 _IDLE = re.compile(
     r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$|\.position_ids$|^model\.(en|de)coder\.embed_positions\.weight$"
     r"|^(bert|vit)\.pooler\."
@@ -130,8 +130,8 @@ _RENAMED = [  # old files, and the modules of ViT in transformers 5
     (r"^(vit\.encoder\.layer\.\d+)\.mlp\.fc1\.", r"\1.intermediate.dense."),
     (r"^(vit\.encoder\.layer\.\d+)\.mlp\.fc2\.", r"\1.output.dense."),
 ]
-_FIRST_POSITION = 2  # of BART
-# In other shapes there: three of ViT, and the bias of the logits.
+_FIRST_POSITION = 2  # row of BART's table that has position 0
+# Parameters that have other shapes there: three of ViT, and the bias of the logits.
 _VIEWED = ("embedding.patch.weight", "embedding.class_token", "embedding.position", "head.bias")
 
 
@@ -139,10 +139,10 @@ _VIEWED = ("embedding.patch.weight", "embedding.class_token", "embedding.positio
 class Match:
     """Which names of a folder make up which of our parameters."""
 
-    places: dict[str, list[str]]  # ours that were found -> what `locate` says
-    missing: list[str]  # ours that were not
-    unused: list[str]  # theirs that belong to another head
-    equal: dict[str, str]  # theirs that must be copies of ours
+    places: dict[str, list[str]]  # our names that were found -> the names that `locate` gives
+    missing: list[str]  # our names that were not found
+    unused: list[str]  # their names that belong to another head
+    equal: dict[str, str]  # their names of copies -> our names
     stored: dict[str, str]  # canonical name -> name in the folder
 
 

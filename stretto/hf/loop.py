@@ -1,0 +1,297 @@
+"""What a training loop of one's own needs: batches of few shapes, and whole updates that are launched as one.
+
+`TokenBudgetSampler` groups samples of about equal length: a batch is rows of one bucket of lengths, as many as the
+budget of tokens allows. `DataCollator` fills rows up to the bucket's length, or lays documents one after the other. So
+compiled code and CUDA graphs meet one shape for each bucket, whatever the data.
+
+    lengths 1 to 8, 9 to 16, ... 64, then 72, 80, ... 128, then 144, ...: eight buckets between two powers of two, so
+    at most an eighth of a row is padding
+
+A bucket's last samples, too few for a batch, go to the next longer bucket; only the longest bucket's last batch has
+fewer rows.
+
+The layers of a Hugging Face model are many small pieces of Python, and the GPU often waits for them. `Step` records
+what they launch, backward pass and update included, as a CUDA graph (graphs.py), once for each shape of batch:
+
+    step = stretto.hf.Step(model, optimizer, clip=1.0)
+    for batch in loader:
+        loss = step(batch)
+
+The host finds the number of real tokens before a graph is chosen, of a batch on the CPU without waiting for the GPU.
+Numbers of tokens and of labels are rounded up to buckets (buckets.py), and filled up with padding that nobody looks at.
+Where a step cannot be recorded it runs as usual.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Sampler
+from transformers import PreTrainedModel
+
+from stretto.batch import IGNORE
+from stretto.buckets import round_to_bucket, round_to_power, size_of_bucket
+from stretto.execute import Executor
+from stretto.graphs import Recorded
+from stretto.hf.acceleration import is_accelerated, outermost, report, set_step, techniques_of
+from stretto.hf.defer import Call, Facts, Known, Request, Tried, calling
+from stretto.hf.find import argument_names, pad_id
+from stretto.hf.unpad import MASKS, get_to_know, is_familiar
+from stretto.optim import FlatAdamW, clip_gradients
+from stretto.parallel.gradients import Gradients
+
+log = logging.getLogger(__name__)
+LENGTHS = 8  # number of buckets of lengths between two powers of two
+
+
+# Batches
+
+
+def bucket_length(length: int) -> int:
+    return round_to_bucket(length, LENGTHS)
+
+
+class TokenBudgetSampler(Sampler[list[int]]):
+    """Yields batches of indices, for a DataLoader's `batch_sampler`. Every epoch (`set_epoch`) draws other batches from
+    the same buckets; all processes yield equally many, of which a few may be repeated."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        max_tokens: int,
+        seed: int = 0,
+        rank: int | None = None,
+        world: int | None = None,
+    ) -> None:
+        self.lengths = np.array([bucket_length(int(length)) for length in lengths], np.int64)
+        if not len(self.lengths):
+            raise ValueError("TokenBudgetSampler has no lengths: the data set is empty")
+        longest = int(self.lengths.max())
+        if longest > max_tokens:
+            raise ValueError(
+                f"max_tokens = {max_tokens} is too small: a sample has {max(lengths)} tokens, {longest} with padding"
+            )
+        started = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if started else 0
+        self.world = world if world is not None else dist.get_world_size() if started else 1
+        self.max_tokens, self.seed, self.epoch = max_tokens, seed, 0
+        self.num_batches = -(-len(self._cut(np.arange(len(self.lengths)))) // self.world)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random = np.random.default_rng([self.seed, self.epoch])
+        batches = self._cut(random.permutation(len(self.lengths)))
+        order = random.permutation(len(batches))
+        for place in range(self.rank, self.num_batches * self.world, self.world):
+            yield batches[order[place % len(batches)]]
+
+    def _cut(self, order: np.ndarray[Any, Any]) -> list[list[int]]:
+        """Batches of the samples in this order; the number of batches depends on the lengths alone."""
+        batches: list[list[int]] = []
+        waiting: list[int] = []
+        for length in np.unique(self.lengths):
+            waiting += order[self.lengths[order] == length].tolist()
+            rows = self.max_tokens // int(length)
+            whole = len(waiting) // rows * rows
+            batches += [waiting[i : i + rows] for i in range(0, whole, rows)]
+            waiting = waiting[whole:]
+        return batches + ([waiting] if waiting else [])
+
+
+class DataCollator:
+    """Rows filled up to a bucket's length, with their attention_mask; or, `packed`, all documents in one row, with
+    position_ids that begin anew in each of them, for decoders.
+
+    Fields of a sample that have as many elements as its input_ids (labels, token_type_ids, ...) are treated alike;
+    labels may have a length of their own, as in translation; numbers (classes) become one tensor."""
+
+    def __init__(self, pad_token_id: int | None, packed: bool = False) -> None:
+        if pad_token_id is None:
+            raise ValueError("the tokenizer has no pad token: pass any id, for instance tokenizer.eos_token_id")
+        self.fill = {"input_ids": pad_token_id, "labels": IGNORE}
+        self.packed = packed
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        samples = [{name: torch.as_tensor(value) for name, value in sample.items()} for sample in samples]
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        if self.packed:
+            return self._pack(samples, lengths)
+        width = bucket_length(max(lengths))
+        masks = [torch.ones(length, dtype=torch.int64) for length in lengths]
+        batch = {"attention_mask": _pad(masks, width, 0)}
+        for name in samples[0]:
+            values = [sample[name] for sample in samples]
+            if values[0].ndim == 0:
+                batch[name] = torch.stack(values)
+                continue
+            same = [len(value) for value in values] == lengths
+            room = width if same else bucket_length(max(len(value) for value in values))
+            batch[name] = _pad(values, room, self.fill.get(name, 0))
+        return batch
+
+    def _pack(self, samples: Sequence[Mapping[str, Tensor]], lengths: list[int]) -> dict[str, Tensor]:
+        """All documents in one row; filler at the end is a document of its own."""
+        total = sum(lengths)
+        filler = round_to_bucket(total) - total
+        fields = {"labels": samples[0]["input_ids"]} | dict(samples[0])
+        for name, value in fields.items():
+            if value.ndim != 1 or (name in samples[0] and [len(sample[name]) for sample in samples] != lengths):
+                raise ValueError(f"{name} has not one element for each of the input_ids: such samples cannot be packed")
+        batch = {}
+        for name in fields:
+            parts = [sample.get(name, sample["input_ids"]) for sample in samples]
+            if name == "labels":  # nothing is predicted across the beginning of a document
+                parts = [torch.cat([part.new_full((1,), IGNORE), part[1:]]) for part in parts]
+            parts.append(parts[0].new_full((filler,), self.fill.get(name, 0)))
+            batch[name] = torch.cat(parts)[None]
+        positions = [torch.arange(length) for length in (*lengths, filler)]
+        return batch | {"position_ids": torch.cat(positions)[None]}
+
+
+def _pad(values: Sequence[Tensor], width: int, fill: int) -> Tensor:
+    padded = values[0].new_full((len(values), width), fill)
+    for row, value in zip(padded, values, strict=True):
+        row[: len(value)] = value
+    return padded
+
+
+# Updates
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A batch, and what the host knows of it."""
+
+    inputs: dict[str, Any]
+    masks: dict[str, Facts]
+    labels: int
+    positions: int
+    fillers: int
+    pattern: dict[str, Any] = field(default_factory=dict)  # what techniques do in this update
+
+    def known(self) -> Known:
+        masks = tuple((self.inputs[name], facts) for name, facts in self.masks.items())
+        return Known(masks, self.labels, self.positions, fillers=self.fillers)
+
+
+class Step:
+    def __init__(self, model: nn.Module, optimizer: FlatAdamW, clip: float = 0.0) -> None:
+        """`clip` is the largest norm of the gradients; with 0 there is none."""
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        if several or isinstance(model, DistributedDataParallel):
+            raise ValueError("Step is for one process: it does not exchange gradients; stretto.hf.Trainer does")
+        if not is_accelerated(model):
+            raise ValueError(f"Step takes an accelerated model, not {type(model).__name__}: stretto.accelerate(model)")
+        if not isinstance(optimizer, FlatAdamW):
+            raise ValueError(f"Step takes stretto.optim.FlatAdamW, not {type(optimizer).__name__}")
+        self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.updates = 0  # number of updates so far, for schedules; a run that is resumed sets it
+        self.techniques = techniques_of(model)
+        self.inner, self.tried = outermost(model)
+        self.unpads = not any(line.role == "padding" and line.problem for line in report(model).lines)
+        self.gradients, self.device = Gradients(model), next(model.parameters()).device
+        obstacle = "the model is not on a GPU" if self.device.type != "cuda" else _find_obstacle(model)
+        self.eager = Executor(self)
+        self.executor = self.eager if obstacle else Recorded(self, optimizer)
+        if obstacle:
+            log.info("CUDA graphs: off: %s", obstacle)
+
+    def __call__(self, batch: Mapping[str, Any]) -> Tensor:
+        """The loss, still on the device. Tensors of the batch may be on the CPU."""
+        number = self.updates
+        self.updates += 1
+        self.optimizer.take_rates()
+        set_step(self.model, number)
+        planned = plan(batch, self.inner, self.tried)
+        if planned is None or (planned.masks and not self.unpads):
+            loss, _ = self.eager.run([(number, _move(batch, self.device))])
+            return loss
+        planned = replace(planned, inputs=_move(planned.inputs, self.device), pattern=self.techniques.pattern())
+        loss, _ = self.executor.run([(number, planned)], self.techniques.graph_key(number))
+        return loss
+
+    def seed_for(self, index: int) -> None:
+        """Random numbers are those of the loop around."""
+
+    def learn(self, batch: Planned | Mapping[str, Any]) -> Tensor:
+        if not isinstance(batch, Planned):
+            return self._learn(batch)
+        with calling(Call(known=batch.known(), request=Request(planned=True))):
+            return self._learn(batch.inputs)
+
+    def _learn(self, inputs: Mapping[str, Any]) -> Tensor:
+        loss: Tensor | None = self.model(**inputs).loss
+        if loss is None:
+            raise ValueError(f"{type(self.model).__name__} gave no loss: the batch needs labels")
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def apply(self) -> Tensor:
+        norm = clip_gradients(self.model, self.optimizer, self.clip)
+        self.optimizer.step()
+        self.gradients.zero(self.optimizer)
+        return norm
+
+
+def plan(batch: Mapping[str, Any], model: PreTrainedModel, tried: Tried) -> Planned | None:
+    """What the host knows of a batch beforehand. None for a batch that is looked at while the model runs: one with
+    documents in its rows, gaps, labels on padding, padding that has to stay, or labels that are no ids, beside which a
+    mask stays unknown."""
+    if any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
+        return None
+    known = get_to_know(batch, argument_names(model), pad_id(model))
+    if known.labels_on_padding or any(facts.empty or facts.holes for _, facts in known.masks):
+        return None
+    padded = any(not facts.whole for _, facts in known.masks)
+    if padded and not (
+        is_familiar(model, batch, tried) and all(tried.covers(facts, batch) for _, facts in known.masks)
+    ):
+        return None
+    facts_of = {name: facts for name in MASKS for mask, facts in known.masks if batch.get(name) is mask}
+    if any(batch.get(name) is not None and name not in facts_of for name in MASKS):
+        return None
+    # A mask that keeps everything is none: so the model need not ask.
+    inputs = {name: value for name, value in batch.items() if name not in facts_of or not facts_of[name].whole}
+    masks = {name: _fill(inputs[name], facts) for name, facts in facts_of.items() if name in inputs}
+    fillers = [-(-size_of_bucket(facts.tokens) // facts.longest) for facts in masks.values()]
+    labels = min(round_to_bucket(known.labels), known.positions)
+    return Planned(inputs, masks, labels, known.positions, max(fillers, default=0))
+
+
+def _fill(mask: Tensor, facts: Facts) -> Facts:
+    tokens = min(round_to_bucket(facts.tokens), mask.numel())
+    return replace(facts, tokens=tokens, longest=round_to_power(facts.longest))
+
+
+def _move(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device == device:
+            return value
+        return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
+
+    return {name: move(value) for name, value in batch.items()}
+
+
+def _find_obstacle(model: nn.Module) -> str:
+    """Why the steps of a model cannot be recorded; empty if they can."""
+    modules, reasons = list(model.modules()), techniques_of(model).find_obstacles()
+    if reasons:
+        return "; ".join(reasons)
+    if any(getattr(module, "layerdrop", 0.0) for module in modules):
+        return "layers are dropped at random, by the host"
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+        return "layers are recomputed with a state of the random numbers that the host keeps"
+    return ""
