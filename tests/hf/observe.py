@@ -13,6 +13,7 @@ from torch import Tensor
 
 import stretto.hf.unpad
 from stretto.attention import attend
+from stretto.graphs import Recorded
 from stretto.hf.defer import Pending
 from stretto.hf.loop import Step
 
@@ -55,8 +56,8 @@ def replay_and_compare(
     found = []
     for recorded in (False, True):
         step, losses = make_step(), []
-        assert step.recorder is not None
-        step.recorder = step.recorder if recorded else None
+        assert isinstance(step.executor, Recorded)
+        step.executor = step.executor if recorded else step.eager
         for i, batch in enumerate(batches):
             torch.manual_seed(i)
             losses.append(step({n: t.bfloat16() if t.is_floating_point() else t for n, t in batch.items()}))

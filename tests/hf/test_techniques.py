@@ -23,15 +23,17 @@ import stretto.hf
 import stretto.techniques.layer_drop
 from stretto.batch import Batch as OurBatch
 from stretto.batch import Counts, shape_of
-from stretto.config import LayerDropConfig, StandardizeConfig
+from stretto.config import LayerDropConfig, ModelConfig, StandardizeConfig
 from stretto.errors import ConfigError
 from stretto.flops import training_flops
-from stretto.hf.acceleration import dropping_of, outermost
+from stretto.hf.acceleration import gates_of, outermost, techniques_of
 from stretto.hf.loop import Step, _find_obstacle, plan
+from stretto.hf.techniques import Gate
 from stretto.hf.trainer import SpeedMeter, Trainer, find_counterpart
 from stretto.ops.affine import standardization_loss
 from stretto.optim import FlatAdamW
-from stretto.techniques.layer_drop import POST_NORM, LayerDrop
+from stretto.techniques.layer_drop import LayerDrop
+from stretto.techniques.technique import POST_NORM, At, Context
 from tests.hf.families import _PAIRS, FAMILIES, Batch, accelerated, build, draw_batch, errors, learn
 from tests.hf.observe import count_sums, replay_and_compare
 from tests.hf.trainers import make
@@ -81,9 +83,12 @@ def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
 
 
 def factors(model: nn.Module) -> dict[str, list[float | None]]:
-    dropping = dropping_of(model)
-    assert dropping is not None
-    return {stack: list(of_layers.values()) for stack, of_layers in dropping.pattern().items()}
+    patterns = techniques_of(model).pattern()["layer_drop"]
+    return {stack: list(of_layers.values()) for stack, of_layers in patterns.items()}
+
+
+def all_gates(model: nn.Module) -> list[Gate]:
+    return [gate for gates in gates_of(model).values() for gate in gates.values()]
 
 
 @contextmanager
@@ -153,18 +158,16 @@ def test_it_is_the_plain_model_with_scaled_layers(family: str, fused: bool) -> N
     """Also without the first and the last layers, between which padding is away."""
     model, plain = build_deep(family, torch.float64), build_deep(family, torch.float64)
     stretto.accelerate(model, fused=fused, unpad=fused, loss=fused, layer_drop=HALF)
-    dropping = dropping_of(model)
-    assert dropping is not None
     for number, pattern in enumerate(PATTERNS):
         if family == "t5":  # whose first layer makes the bias of all
             pattern = [1.5, *pattern[1:]]
-        for gates in dropping.gates.values():
+        for gates in gates_of(model).values():
             for gate, factor in zip(gates.values(), pattern, strict=True):
                 gate.factor = factor
         found = learn(model, draw(family, seed=number))
         with scaled_by_hand(plain, factors(model)):
             expected = learn(plain, draw(family, seed=number))
-        for stack in dropping.gates:
+        for stack in gates_of(model):
             for layer, factor in zip(layers_of(model, stack), pattern, strict=True):
                 assert all((p.grad is None) == (factor == 0.0) for p in layer.parameters()), "none, rather than zero"
         assert not any(expected.pop(name).any() for name in expected.keys() - found.keys())
@@ -188,9 +191,8 @@ def test_what_is_left_out_is_not_called(family: str) -> None:
 def test_a_stack_gives_a_tensor_though_its_last_layer_is_left_out() -> None:
     """A sum may wait for the next layer, but there is none."""
     model = accelerated("gpt2", make=build_deep, layer_drop=HALF)
-    dropping, given = dropping_of(model), []
-    assert dropping is not None
-    for number, (_, gate) in enumerate(dropping.all_gates()):
+    given: list[type] = []
+    for number, gate in enumerate(all_gates(model)):
         gate.factor = float(number < LAYERS - 1)
     model.get_submodule("transformer.ln_f").register_forward_pre_hook(lambda _, args: given.append(type(args[0])))
     learn(model, draw("gpt2", None))
@@ -202,11 +204,12 @@ def test_a_stack_gives_a_tensor_though_its_last_layer_is_left_out() -> None:
 def test_gates_are_those_of_the_technique(schedule: Any, sampling: Any) -> None:
     cfg = LayerDropConfig(theta=0.3, schedule=schedule, sampling=sampling, scale="update", index="text")
     model = accelerated("mbart", make=build_deep, layer_drop=cfg, steps=TOTAL, seed=5)
-    theirs = LayerDrop(cfg, dict.fromkeys(STACKS["mbart"], LAYERS), 5, TOTAL, 0)
+    theirs = LayerDrop(cfg, Context(ModelConfig(), torch.device("cpu"), "fp32", seed=5, steps=TOTAL))
+    theirs.num_blocks = dict.fromkeys(STACKS["mbart"], LAYERS)
     empty, left_out = OurBatch(torch.zeros(0), Counts(0, 0, 0, 0), ()), 0
     for step in range(TOTAL):
         stretto.hf.set_step(model, step)
-        depths = theirs(empty, step, step).depths
+        depths = theirs.prepare(empty, At(step, step)).depths
         for stack, of_layers in factors(model).items():
             works = range(LAYERS) if stack not in depths else depths[stack].parts
             scales = [1.0] * LAYERS if stack not in depths else depths[stack].scales.tolist()
@@ -265,7 +268,7 @@ class Halved(hf.models.gpt2.modeling_gpt2.GPT2Block):
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="scale = 'branch' is inside of Hugging Face's own layers"):
-        stretto.accelerate(build_deep("gpt2"), layer_drop=LayerDropConfig())
+        stretto.accelerate(build_deep("gpt2"), layer_drop=LayerDropConfig(scale="branch"))
     with pytest.raises(ValueError, match="gate = 'sample' would cut all that layers are given"):
         stretto.accelerate(build_deep("gpt2"), layer_drop={"gate": "sample"})
     with pytest.raises(ConfigError, match=r"unknown key techniques\.layer_drop\.thta.*theta"):
@@ -404,7 +407,7 @@ def test_the_weight_follows_its_schedule_and_the_share_of_a_batch() -> None:
 
     def factor(step: int, **options: Any) -> float:
         stretto.hf.set_step(model, step, **options)
-        return float(next(m for m in model.modules() if hasattr(m, "stretto_tokens")).stretto_tokens.pressure.factor)
+        return float(next(m for m in model.modules() if hasattr(m, "stretto_tokens")).stretto_tokens.rule.factor)
 
     assert factor(0) == pytest.approx(3.0 / channels) and factor(1, share=0.25) == pytest.approx(1.5 / channels)
     assert factor(10) == pytest.approx(3.0 / channels) and factor(20, steps=38) == pytest.approx(4.5 / channels)
@@ -539,7 +542,7 @@ def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
     class Noting(Trainer):
         def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             tokens = next(m for m in model.modules() if hasattr(m, "stretto_tokens")).stretto_tokens
-            factor = float(tokens.pressure.factor) * tokens.pressure.num_channels
+            factor = float(tokens.rule.factor) * tokens.rule.num_channels
             seen.append((self.state.global_step, factors(model), factor))
             return super().compute_loss(model, *args, **kwargs)
 
@@ -557,9 +560,9 @@ def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
 def test_the_meter_counts_the_work_that_was_done() -> None:
     """A model that leaves out all layers but the first counts as a model of one layer."""
     model = accelerated("gpt2", make=build_deep, layer_drop=HALF)
-    dropping, meter, cfg = dropping_of(model), SpeedMeter(model, torch.device("cpu"), 1), find_counterpart(model)
-    assert dropping is not None and cfg is not None
-    for number, (_, gate) in enumerate(dropping.all_gates()):
+    meter, cfg = SpeedMeter(model, torch.device("cpu"), 1), find_counterpart(model)
+    assert cfg is not None
+    for number, gate in enumerate(all_gates(model)):
         gate.factor = 0.0 if number else 1.0
     meter.count(draw("gpt2"))
     counts = Counts(tokens=9 + 3 + 6, slots=27, labels=18, pairs=81 + 9 + 36)
