@@ -54,7 +54,8 @@ HF = "modules for Hugging Face's models over the same kernels, which have the sa
 KNOWN = {
     "stretto/bench/contest.py": "the recipes of contestants with kernels of ours and without",
     "stretto/bench/kernels.py": "measures the optimizer by itself",
-} | {f"stretto/hf/{name}.py": HF for name in ("acceleration", "defer", "find", "modules", "trainer", "trial")}
+    "stretto/hf/trainer.py": "an option of torch's optimizers has that name",
+} | {f"stretto/hf/{name}.py": HF for name in ("acceleration", "defer", "find", "modules", "trial")}
 
 
 def read_package() -> dict[str, str]:
