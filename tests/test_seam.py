@@ -50,17 +50,12 @@ NAMES = {
 TORCHS = r"torch's\s+fused|torch that are fused|fused=True|[Ff]used\s+(kernel|optimizer|AdamW)"
 SHARED = ("stretto/config.py", "stretto/techniques/__init__.py")
 NAMES_NONE = ("train", "step", "evaluate", "checkpoint", "report", "execute", "graphs", "data/")
-HF = "changes Hugging Face's models, which have no sites of ours"
+HF = "modules for Hugging Face's models over the same kernels, which have the same word in their names"
 KNOWN = {
     "stretto/bench/contest.py": "the recipes of contestants with kernels of ours and without",
     "stretto/bench/kernels.py": "measures the optimizer by itself",
-} | {
-    f"stretto/hf/{name}.py": HF
-    for name in (
-        "__init__", "exchanges", "layer_drop", "layers", "lazy", "projections", "roles", "standardize", "step", "swap",
-        "trainer",
-    )
-}  # fmt: skip
+    "stretto/hf/trainer.py": "an option of torch's optimizers has that name",
+} | {f"stretto/hf/{name}.py": HF for name in ("acceleration", "defer", "find", "modules", "trial")}
 
 
 def read_package() -> dict[str, str]:
@@ -140,7 +135,7 @@ class Options:
     obstacle: bool = False
 
 
-OF_MODELS_OF_OTHERS = {"attach", "pattern"}  # hooks that a run of Stretto's own does not call
+OF_MODELS_OF_OTHERS = {"attach", "pattern", "read_options"}  # hooks that a run of Stretto's own does not call
 CHOSEN: list[Options] = []  # those of the technique; empty: it is off
 CALLS: list[tuple[str, Any]] = []  # hook -> what it was given
 
