@@ -45,7 +45,7 @@ from stretto.config import FusedConfig, OptimConfig, build_config
 from stretto.errors import ConfigError, StrettoError
 from stretto.ops.activation import activate
 from stretto.ops.affine import add_affine
-from stretto.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.embedding import embed
 from stretto.ops.heads import project_heads
@@ -209,11 +209,6 @@ def build_embed(rows: int, width: int, vocab: int, length: int, bert: bool = Fal
     return Problem(embed, plain_embed, (*tables, 1.0, *norm, EPS, False, p, key(), torch.bfloat16), work)
 
 
-def build_cross_entropy(rows: int, vocab: int) -> Problem:
-    args = (activations(rows, vocab), torch.randint(vocab, (rows,)), 0.0)
-    return Problem(cross_entropy, model.summed_loss, args, tensors(1, 2, rows * vocab))
-
-
 def plain_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Maybe, labels: Tensor, smoothing: float) -> Tensor:
     return model.summed_loss(linear(x, weight, bias), labels, smoothing)
 
@@ -274,7 +269,6 @@ CASES = (
     Case("heads", "32+8+8, rotary", build_heads, _LLAMA, {"parts": [32, 8, 8], "rotary": True}),
     Case("embedding", "GPT-2", build_embed, _GPT2 | {"vocab": 50304}, {"length": 1024}),
     Case("embedding", "BERT", build_embed, _BERT | {"vocab": 30528}, {"length": 512, "bert": True, "p": 0.1}),
-    Case("cross_entropy", "of logits", build_cross_entropy, {"rows": 16384, "vocab": 50304}),
     Case("cross_entropy", "linear", build_linear_cross_entropy, _GPT2 | {"vocab": 50304}),
     Case("cross_entropy", "linear", build_linear_cross_entropy, _LLAMA | {"vocab": 128256}),
     Case("dropout", "dropout", build_dropout, _BERT, {"p": 0.1}),
