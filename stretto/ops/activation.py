@@ -26,6 +26,7 @@ Traffic in bf16: 4 bytes an element of h forward (gated 6), 6 backward (gated 10
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -67,19 +68,20 @@ class Backward(NamedTuple):
 def activate_backward_ref(a: Backward) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dx; h, if it is wanted; the column sums of dx in the dtype of the bias, if they are wanted. This is the
     gradient of activate_ref written out, because autograd does not reach inside of an op."""
-    dy = wide(a.dh)
-    if a.kind == "relu":
-        dx = torch.where(a.kept <= 0, 0.0, dy / (1 - a.p))
+    dh, kept, bias, kind, p, key, want_h, want_dbias = a
+    dy = wide(dh)
+    if kind == "relu":
+        dx = torch.where(kept <= 0, 0.0, dy / (1 - p))
     else:
-        dy, y = _drop(dy, a.p, a.key), _add_bias(a.kept, a.bias)
-        if a.kind in GATES:
+        dy, y = _drop(dy, p, key), _add_bias(kept, bias)
+        if kind in GATES:
             gate, value = y.chunk(2, dim=1)
-            dx = torch.cat([_act_backward(dy * value, gate, GATES[a.kind]), dy * _act(gate, GATES[a.kind])], dim=1)
+            dx = torch.cat([_act_backward(dy * value, gate, GATES[kind]), dy * _act(gate, GATES[kind])], dim=1)
         else:
-            dx = _act_backward(dy, y, a.kind)
-    h = activate_ref(a.kept, a.bias, a.kind, a.p, a.key) if a.want_h else a.kept.new_empty(0)
-    dbias = dx.sum(0).to(_dbias_dtype(a.kept, a.bias)) if a.want_dbias else dx.new_empty(0)
-    return dx.to(a.kept.dtype).contiguous(), h, dbias
+            dx = _act_backward(dy, y, kind)
+    h = activate_ref(kept, bias, kind, p, key) if want_h else kept.new_empty(0)
+    dbias = dx.sum(0).to(_dbias_dtype(kept, bias)) if want_dbias else dx.new_empty(0)
+    return dx.to(kept.dtype).contiguous(), h, dbias
 
 
 def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -151,7 +153,7 @@ def slope_of(x, s, t, KIND: tl.constexpr):
 
 @jit
 def survives(key_ptr, row, col, P: tl.constexpr):
-    """keep_ref on a block; row [R, 1], col [1, C]."""
+    """Computes keep_ref for a block with row [R, 1] and col [1, C]."""
     first, second = row_words(key_ptr, row)
     return keeps(first, second, col, P)
 
@@ -241,21 +243,21 @@ def _activate_backward_kernel(
             tl.store(sums_at + cols, value_sums, mask=col < cols)
 
 
-def _constants(cols: int, kind: str, p: float, key: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
+@cache
+def _constants(cols: int, kind: str, p: float, has_bias: bool) -> dict[str, Any]:
     """The constants of both kernels. A block of 1024 columns is the 128 threads of a program with one 16-byte load of
     bf16 each: a thread owns whole columns and sums them without asking its neighbours. Two rows, or the two halves of
     one row where there is a gate, keep several loads in flight with few enough registers for five or six programs on a
     multiprocessor. A narrow tensor gets more rows instead."""
     block_c = min(next_power_of_2(cols), 1024)
     block = {"BLOCK_R": (1024 if kind in GATES else 2048) // block_c, "BLOCK_C": block_c}
-    probability, has_bias = 0.0 if key is None else p, bias is not None
-    return {"KIND": GATES.get(kind, kind), "GATED": kind in GATES, "P": probability, "HAS_BIAS": has_bias, **block}
+    return {"KIND": GATES.get(kind, kind), "GATED": kind in GATES, "P": p, "HAS_BIAS": has_bias, **block}
 
 
 def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
     x = dense_rows(x)
     h = _new_h(x, kind)
-    (rows, cols), constants = h.shape, _constants(h.shape[1], kind, p, key, bias)
+    (rows, cols), constants = h.shape, _constants(h.shape[1], kind, 0.0 if key is None else p, bias is not None)
     if h.numel():
         _activate_kernel[(cdiv(rows, constants["BLOCK_R"]), cdiv(cols, constants["BLOCK_C"]))](
             x, x if bias is None else bias, x if key is None else key, h, rows, cols, x.stride(0), **constants
@@ -265,21 +267,22 @@ def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Te
 
 def launch_activate_backward(a: Backward, overwrite_dh: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """`overwrite_dh` puts dx where dh was, if both have one shape: for a caller to whom dh is a temporary."""
-    dh, kept = dense_rows(a.dh), dense_rows(a.kept)
+    dh, kept, bias, kind, p, key, want_h, want_dbias = a
+    dh, kept = dense_rows(dh), dense_rows(kept)
     rows, cols = dh.shape
-    dx, h, dbias = _new_gradients(dh, kept, a.bias, a.want_h, a.want_dbias, overwrite_dh and a.kind not in GATES)
-    constants = _constants(cols, a.kind, a.p, a.key, a.bias)
+    dx, h, dbias = _new_gradients(dh, kept, bias, want_h, want_dbias, overwrite_dh and kind not in GATES)
+    constants = _constants(cols, kind, 0.0 if key is None else p, bias is not None)
     column_blocks, groups = cdiv(cols, constants["BLOCK_C"]), cdiv(rows, constants["BLOCK_R"])
-    if a.want_dbias:  # few programs with many rows each; otherwise as many as there are blocks
+    if want_dbias:  # few programs with many rows each; otherwise as many as there are blocks
         groups = min(groups, cdiv(6 * num_processors(dh.device), max(column_blocks, 1)))
-    sums = kept.new_empty((groups, kept.shape[1]) if a.want_dbias else 0, dtype=wide_dtype(kept.dtype))
+    sums = kept.new_empty((groups, kept.shape[1]) if want_dbias else 0, dtype=wide_dtype(kept.dtype))
     if dh.numel():
         _activate_backward_kernel[(groups, column_blocks)](
-            dh, kept, kept if a.bias is None else a.bias, kept if a.key is None else a.key, dx, h, sums,
+            dh, kept, kept if bias is None else bias, kept if key is None else key, dx, h, sums,
             rows, cols, dh.stride(0), kept.stride(0), dx.stride(0),
-            WANT_H=a.want_h, WANT_DBIAS=a.want_dbias, **constants,
+            WANT_H=want_h, WANT_DBIAS=want_dbias, **constants,
         )  # fmt: skip
-    if a.want_dbias:
+    if want_dbias:
         launch_sums(sums[:, None], [dbias])
     return dx, h, dbias
 
@@ -320,8 +323,8 @@ _activate.register_autograd(_backward, setup_context=_save)
 
 
 def activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    """dropout(act(x + bias)), [T, I], for x [T, I], or [T, 2I] for a gated kind (gate, then value). `key` [2] is needed
-    where p > 0."""
+    """Returns dropout(act(x + bias)), [T, I], for x [T, I], or [T, 2I] for a gated kind (gate, then value). `key` [2]
+    is needed where p > 0."""
     check_activation(kind, p, key)
     if x.ndim != 2 or (kind in GATES and x.shape[1] % 2):
         raise ValueError(f"{kind} takes [tokens, {'2 * ' if kind in GATES else ''}width], not {list(x.shape)}")

@@ -34,11 +34,11 @@ same thread whether a tile is [queries, keys] or [keys, queries], so the compile
 tile of the latter kind each thread meets many queries but few keys: the words of the rows, which take four rounds, are
 kept. The probability is rounded down to a multiple of 2^-16.
 
-Products take their operands in the dtype of the inputs (P and dS are rounded to it) and add up in fp32, as does all
-else. Shapes: q and out [T, H, D]; k and v [T', K, D], H a multiple of K; offsets int32 [N + 1], sequence i being tokens
-offsets[i] to offsets[i + 1], which together are all tokens; bias [H, 2 R - 1], fp32, distance 0 in the middle; key [2],
-int64. Saved for backward: q, k, v, bias, out, and lse [H, T], fp32, in nats; with dropout, the words of the rows,
-[2, H, T].
+Products take their operands in the dtype of the inputs (P and dS are rounded to it) and add up in fp32; everything else
+is fp32. Shapes: q and out [T, H, D]; k and v [T', K, D], H a multiple of K; offsets int32 [N + 1], sequence i being
+tokens offsets[i] to offsets[i + 1], which together are all tokens; bias [H, 2 R - 1], fp32, distance 0 in the middle;
+key [2], int64. Saved for backward: q, k, v, bias, out, and lse [H, T], fp32, in nats; with dropout, the words of the
+rows, [2, H, T].
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from stretto.ops.dropout import mix, mix_ref, row_words
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.op import define
 
-MOST_CHANNELS = 128  # of a head
-_MARGIN = 128  # the longest side of a tile
+MOST_CHANNELS = 128  # of one head
+_MARGIN = 128  # longest side of a tile
 _WORD = 0xFFFFFFFF
 _SPREAD = 0x9E3779B1  # odd, so that keys stay distinct; about 2^32 / golden ratio, so that neighbours lie far apart
 
@@ -163,7 +163,7 @@ def attention_backward_ref(a: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]
     dbias.zero_()
 
     def group(t: Tensor) -> Tensor:
-        """[keys, H, D] summed over the query heads of each key head."""
+        """Sums [keys, H, D] over the query heads of each key head."""
         return t.unflatten(1, (kv_heads, -1)).sum(2)
 
     for rows, cols in _sequences(a.q_offsets, a.k_offsets):
@@ -408,7 +408,7 @@ def _long_forward_tiles(
     width, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Along the keys from `begin` to `end`; MASKED: some of them may be hidden from some queries."""
+    """Goes along the keys from `begin` to `end`; MASKED: some of these keys may be hidden from some queries."""
     lane = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         col = (start + lane)[None, :]
@@ -485,7 +485,7 @@ def _dscores(
     q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, width,
     CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile [queries, keys] whose keys are `start` + `lane`; lse2 is in units of log2."""
+    """Returns dS of a tile [queries, keys] whose keys are `start` + `lane`; lse2 is in units of log2."""
     col = (start + lane)[None, :]
     exponent = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse2[:, None]
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
@@ -571,7 +571,7 @@ def _long_dkv_tiles(
     begin, end, q_len, tokens, scale, q_stride, dout_stride, width, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Along the queries from `begin` to `end`. Keys beyond the end of the sequence need no mask, since their gradients
+    """Goes along the queries from `begin` to `end`. Keys beyond the end of the sequence need no mask: their gradients
     are not stored. Queries beyond it have dout = 0 and delta = 0, and add nothing."""
     lane = tl.arange(0, BLOCK_N)[:, None]
     for start in range(begin, end, BLOCK_M):
@@ -733,7 +733,7 @@ def long_tiles(q: Tensor, q_max: int) -> tuple[Tiles, Tiles, Tiles]:
 
 
 def _dense_heads(t: Tensor) -> Tensor:
-    """The kernels go from token to token in any stride, but through its heads one by one."""
+    """Returns t with dense heads: the kernels take any stride from token to token, but none inside of a token."""
     return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
 
 
@@ -880,10 +880,11 @@ def attention(
     p: float = 0.0,
     key: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, D], k and v [T', K, D] to [T, H, D]: the queries of each sequence attend to its keys. Sequence i is
-    tokens offsets[i] to offsets[i + 1], at most q_max and k_max of them; all tokens belong to one. Scores are
-    multiplied by `scale` (1 / sqrt(D)); bias [H, 2 R - 1], if there is one, is added to them by distance of key and
-    query, below R. With p > 0 probabilities are dropped by `key`, see dropout.py."""
+    """Returns [T, H, D], for q [T, H, D] and k and v [T', K, D]: the queries of each sequence attend to its keys.
+    Sequence i has the tokens from offsets[i] to offsets[i + 1], at most q_max queries and k_max keys; every token
+    belongs to a sequence. Scores are multiplied by `scale` (1 / sqrt(D)); then bias [H, 2 R - 1], if it is given, is
+    added by the distance of key and query, which is below R. With p > 0 probabilities are dropped by `key`, see
+    dropout.py."""
     (_, heads, size), kv_heads = q.shape, k.shape[1]
     if k.shape != v.shape or k.shape[2] != size or heads % kv_heads or size > MOST_CHANNELS:
         raise ValueError(

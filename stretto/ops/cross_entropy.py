@@ -47,7 +47,7 @@ CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # the most rows of logits in a chunk, and
 
 
 def rows_ref(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gradient: bool) -> Tensor:
-    """Losses [T]. With `gradient` the logits become their gradient."""
+    """Returns the losses [T]. With `gradient` the logits become their gradient."""
     z = wide(logits)
     top = z.amax(1)
     z = z - top[:, None]
@@ -63,7 +63,7 @@ def rows_ref(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, grad
 def _gradient_ref(
     logits: Tensor, labels: Tensor, top: Tensor, log_total: Tensor, smoothing: float, ignore: int
 ) -> Tensor:
-    """dz of the formula above, in the dtype of `top`, which is [T, 1] like log_total."""
+    """Returns dz of the formula above, in the dtype of `top`, which is [T, 1] like log_total."""
     kept = (labels != ignore)[:, None]
     softmax = (logits.to(top.dtype) - top - log_total).exp()
     dz = softmax - smoothing / logits.shape[1]
@@ -73,8 +73,8 @@ def _gradient_ref(
 
 @jit
 def _online(z, top, total):
-    """Maximum and sum of exponentials of each lane, which has seen one more row of z [lanes, 8]. Lanes meet only after
-    the last block: the loop has no barrier in it, and rescales once for eight columns."""
+    """Updates maximum and sum of exponentials of each lane by one more row of z [lanes, 8]. Lanes are combined only
+    after the last block: the loop has no barrier in it, and rescales once for eight columns."""
     higher = tl.maximum(top, tl.max(z, 1))
     e = tl.exp2((z - higher[:, None]) * LOG2_E)
     return higher, total * tl.exp2((top - higher) * LOG2_E) + tl.sum(e, 1)
@@ -148,13 +148,14 @@ def _cross_entropy_kernel(
 
 
 def _num_warps(cols: int) -> int:
-    """With 8 columns a lane, 16 bytes of bf16: a short row is one block; a long one gets 32 warps, so that no more than
-    two programs share a multiprocessor, one summing while the other writes, and few rows are in flight."""
+    """Returns the warps of a program. A lane has 8 columns, 16 bytes of bf16. A short row is one block; a long row gets
+    32 warps, so that no more than two programs share a multiprocessor, one summing while the other writes, and few rows
+    are in flight."""
     return 32 if cols > 2**15 else min(max(next_power_of_2(cols) // 256, 1), 16)
 
 
 def launch_rows(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gradient: bool) -> Tensor:
-    """rows_ref by one program per row. The logits have a column stride of 1."""
+    """Computes rows_ref by one program per row. The logits have a column stride of 1."""
     rows, cols = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     if rows:
@@ -180,7 +181,7 @@ def _has_kernel(logits: Tensor) -> bool:
 
 
 def chunk_rows(tokens: int, row_bytes: int) -> int:
-    """Rows of logits in a chunk: within both limits, a multiple of 128, in chunks of about the same size."""
+    """Returns the rows of logits in a chunk: within both limits, a multiple of 128, about the same in each chunk."""
     most = max(min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // 128 * 128, 128)
     chunks = max(cdiv(tokens, most), 1)
     return max(cdiv(cdiv(tokens, chunks), 128), 1) * 128
@@ -254,9 +255,9 @@ def launch_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * by, rounded to dtype once, in one pass; torch's own kernel for two dtypes does not vectorise. A scalar
-    tensor would be rounded to the gradient's dtype before the product; a vector of one element makes the product as
-    precise as itself."""
+    """Returns gradient * by, rounded to dtype once, in one pass; torch's own kernel for two dtypes does not vectorise.
+    A scalar tensor would be rounded to the gradient's dtype before the product; with a vector of one element the
+    product is as precise as that vector."""
     if _has_kernel(gradient):
         return launch_scale(gradient, by, dtype)
     return torch.mul(gradient, by.view(1), out=torch.empty_like(gradient, dtype=dtype))

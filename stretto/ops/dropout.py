@@ -73,7 +73,7 @@ def dropout_ref(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) ->
 
 @jit
 def mix(x):
-    """mix_ref on uint32."""
+    """Computes mix_ref on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -94,7 +94,7 @@ def row_words(key_ptr, row):
 
 @jit
 def keeps(first, second, col, P: tl.constexpr):
-    """hash_ref >= p * 2^32; `first` and `second` broadcast against the columns."""
+    """Returns hash_ref >= p * 2^32; `first` and `second` broadcast against the columns."""
     threshold: tl.constexpr = int(P * 4294967296)
     return mix(mix(col.to(tl.uint32) ^ first) + second) >= threshold
 
@@ -135,8 +135,8 @@ _dropout.register_autograd(_backward, setup_context=_save)
 
 
 def dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) -> Tensor:
-    """x [R, C] with each element dropped with probability p, the others scaled by 1 / (1 - p). `rows` [R] are the
-    numbers of its rows, if not 0, 1, 2, ..."""
+    """Returns x [R, C] with each element dropped with probability p, the others scaled by 1 / (1 - p). `rows` [R] has
+    the numbers of the rows, if they are not 0, 1, 2, ..."""
     if x.ndim != 2 or key.shape != (2,):
         raise ValueError(f"dropout takes [rows, columns] and a key [2], not {list(x.shape)} and {list(key.shape)}")
     if rows is not None and rows.shape != x.shape[:1]:

@@ -419,10 +419,11 @@ def embed(
     key: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """dropout(norm(scale * token[ids] + position[positions] + token_type[types])), [T, C], in `dtype` (the tables').
+    """Returns dropout(norm(scale * token[ids] + position[positions] + token_type[types])), [T, C], in `dtype`, or in
+    the dtype of the tables.
 
-    Without `types` every token is of type 0. There is a norm where there is a norm_weight: LayerNorm, or RMSNorm with
-    `rms`. `p` above 0 needs a `key` (see dropout.py).
+    Without `types` every token is of type 0. With a norm_weight there is a norm: LayerNorm, or RMSNorm with `rms`. `p`
+    above 0 needs a `key` (see dropout.py).
     """
     for name, at, table in (("positions", positions, position), ("types", types, token_type)):
         if at is not None and (table is None or at.shape != ids.shape):

@@ -258,9 +258,9 @@ def project_heads(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """x [T, C] projected to heads, as one tensor [T, heads, D] for each number of heads in `parts`; with cos and sin
-    [T, D/2] the first two, queries and keys, are rotated. Computed in the dtype of x or, like F.linear, of an enclosing
-    autocast; parameters may be in any."""
+    """Projects x [T, C] to heads and returns one tensor [T, heads, D] for each number of heads in `parts`; with cos and
+    sin [T, D/2] the first two, queries and keys, are rotated. The product has the dtype of x or, like F.linear, of an
+    enclosing autocast; parameters may have any dtype."""
     heads, (width, channels) = sum(parts), weight.shape
     if x.ndim != 2 or x.shape[1] != channels or width % heads or (bias is not None and bias.shape != (width,)):
         raise ValueError(

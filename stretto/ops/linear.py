@@ -58,8 +58,8 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, C] times weight [O, C], transposed, plus bias [O], in the dtype of x or, like F.linear, of an enclosing
-    autocast. The product itself adds the bias."""
+    """Returns x weight^T + bias for x [T, C], weight [O, C] and bias [O], in the dtype of x or, like F.linear, of an
+    enclosing autocast. The product itself adds the bias."""
     dtype = product_dtype(x)
     out: Tensor = _Linear.apply(x.to(dtype), weight.to(dtype), bias)
     return out
@@ -116,9 +116,8 @@ _linears.register_autograd(_backward, setup_context=_save)
 
 
 def linears(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """x [T, C] times each of several weights [O, C], side by side: [T, sum of O], in the dtype of x or of an enclosing
-    autocast. The weights stay where they are: they are not copied into one matrix, neither here nor for the backward
-    pass."""
+    """Returns x [T, C] times each of several weights [O, C], side by side, [T, sum of O], in the dtype of x or of an
+    enclosing autocast. The weights are not copied into one matrix, neither here nor for the backward pass."""
     dtype = product_dtype(x)
     out: Tensor = _linears(x.to(dtype), [weight.to(dtype) for weight in weights])
     return out

@@ -17,7 +17,7 @@ Kept for backward, bytes per token in a 16-bit type, next to the weights (plain 
     recompute        2C + 2I              2C + 2I             2C + 4I
     otherwise        2C + 4I  [2C + 5I]   2C + 2I  [2C + 5I]  2C + 6I  [2C + 9I]
 
-Only gradients that someone needs are computed. The products are those of products.py; bias gradients are fp32 sums.
+Only gradients that are needed are computed. The products are in products.py; bias gradients are fp32 sums.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def mlp(
     key: Tensor | None,
     recompute: bool,
 ) -> Tensor:
-    """The MLP of x [T, C], computed in the dtype of x or, like F.linear, of an enclosing autocast. Parameters may be
-    wider; their gradients have their own dtype. `key` [2] is needed where p > 0."""
+    """Returns the MLP of x [T, C], computed in the dtype of x or, like F.linear, of an enclosing autocast. Parameters
+    may be wider; their gradients have their own dtype. `key` [2] is needed where p > 0."""
     check_activation(kind, p, key)
     inner = down_weight.shape[-1]
     up_rows = 2 * inner if kind in GATES else inner
@@ -262,8 +262,8 @@ _activate_linear.register_autograd(_backward_pre, setup_context=_save_pre)
 def activate_linear(
     pre: Tensor, bias: Tensor | None, weight: Tensor, kind: str, p: float, key: Tensor | None
 ) -> Tensor:
-    """dropout(act(pre + bias)) @ weight^T, the second half of an MLP, for a caller that computes the first half in
-    another way. Only `pre` is kept: the backward kernel writes the activations again."""
+    """Returns dropout(act(pre + bias)) @ weight^T, the second half of an MLP, for a caller that computes the first half
+    in another way. Only `pre` is kept: the backward kernel writes the activations again."""
     check_activation(kind, p, key)
     if kind == "relu":
         raise ValueError("activate_linear takes no relu, whose sign must be that of the rounded sum: use mlp")

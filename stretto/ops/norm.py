@@ -27,8 +27,8 @@ programs' sums in a fixed order, so results repeat bit for bit.
 Shapes: residual and stream [T, C]; branch and y the same, or [rows, C] with `branch_at` and `y_at`; all of one dtype;
 weight and biases [C], any float dtype, their gradients in it. Saved for backward: stream; stats, fp32, [2, rows of y]
 (rstd, mean) or [1, rows of y] (RMSNorm: rstd); the dropout key, scale and places.
-Error: outputs and gradients are at most twice as far from fp64 as those of plain torch that works in fp32 between the
-rounded tensors.
+Error: outputs and gradients are at most twice as far from fp64 as plain torch that works in fp32 between the rounded
+tensors.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Backward(NamedTuple):
 
 
 def stats_ref(x: Tensor, eps: float, rms: bool) -> Tensor:
-    """rstd and mean [2, T], or rstd [1, T]."""
+    """Returns rstd and mean [2, T], or rstd [1, T]."""
     x = wide(x)
     if rms:
         return (x.square().mean(1) + eps).rsqrt()[None]
@@ -289,8 +289,11 @@ def launch_add_norm(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def launch_norm_backward(a: Backward) -> list[Tensor]:
-    own = (a.stats, dense_rows(a.weight), a.key, a.scale, a.branch_at, a.y_at, a.stats.shape[1])
-    return launch_backward(_norm_backward_kernel, a, *own, RMS=a.stats.shape[0] == 1)
+    kinds, y_rows = a.stats.shape
+    return launch_backward(
+        _norm_backward_kernel, a, a.stats, dense_rows(a.weight), a.key, a.scale, a.branch_at, a.y_at, y_rows,
+        RMS=kinds == 1,
+    )  # fmt: skip
 
 
 _add_norm = define("add_norm", add_norm_ref, launch_add_norm, fake=new_outputs)
@@ -298,7 +301,7 @@ _norm_backward = define("norm_backward", norm_backward_ref, launch_norm_backward
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    a = Forward(*inputs)
+    a = Forward._make(inputs)
     same = a.key is None and a.scale is None and a.branch_at is None
     save(ctx, a, output, same, a.scale, a.branch_at, a.y_at)
 

@@ -41,7 +41,7 @@ def add_ref(
     scale: Tensor | None = None,
     branch_at: Tensor | None = None,
 ) -> Tensor:
-    """The stream."""
+    """Returns the stream."""
     branch = wide(branch) if branch_bias is None else wide(branch) + branch_bias
     if key is not None:
         branch = dropout_ref(branch, p, key)
@@ -129,7 +129,7 @@ def save(ctx: Any, a: Any, output: tuple[Tensor, Tensor, Tensor], same: bool, *o
     ctx.p, ctx.post, ctx.branch_rows = a.p, a.post, None if same or a.branch is None else len(a.branch)
     ctx.dtypes = [None if t is None else t.dtype for t in (a.weight, a.bias, a.branch_bias)]
     ctx.mark_non_differentiable(*((stream, stats) if a.branch is None else (stats,)))
-    ctx.set_materialize_grads(False)  # a result that nobody used has gradient None, and costs nothing
+    ctx.set_materialize_grads(False)  # a result that was not used has gradient None, and costs nothing
 
 
 def run_backward(ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -150,8 +150,8 @@ def run_backward(ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None) -
 
 
 class Again(torch.autograd.Function):
-    """y as a second result. Its gradient goes where the gradient of `stream` would go, so that the backward kernel adds
-    it to the gradient of the first y."""
+    """Returns y as a second result. Its gradient goes where the gradient of `stream` would go, so that the backward
+    kernel adds it to the gradient of the first y."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, stream: Tensor) -> Tensor:

@@ -269,7 +269,7 @@ def test_results_repeat() -> None:
 @pytest.mark.parametrize("tile", [(16, 64), (64, 16), (32, 64)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_need_not_be_square(tile: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of very long sequences are not, which the interpreter would take too long for."""
+    """Long sequences have such tiles; these are short ones, because the interpreter would take too long."""
     options = {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_D": 16, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(family, "long_tiles", lambda *args: (options,) * 3)
     fused, plain, tensors = build_case([145, 64], heads=(1, 1), causal=causal, p=0.2)

@@ -147,7 +147,7 @@ def count_products(*, kind: str = "gelu", recompute: bool = True, frozen: tuple[
 
 @pytest.mark.parametrize(("kind", "recompute"), [("gelu", False), ("gelu", True), ("relu", True)])
 def test_only_needed_gradients_are_computed(kind: str, recompute: bool) -> None:
-    """Of the four products of a backward pass, those whose result nobody asked for are left out."""
+    """A backward pass computes only those of its four products whose results are needed."""
     options: dict[str, Any] = {"kind": kind, "recompute": recompute}
     assert count_products(**options) == 4
     assert count_products(**options, frozen=("up_weight",)) == 3

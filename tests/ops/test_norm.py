@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with bias, dropout and residual add in front: forward, every gradient, and who uses what."""
+"""LayerNorm and RMSNorm with bias, dropout and residual add in front: forward, every gradient, and unused results."""
 
 from __future__ import annotations
 
