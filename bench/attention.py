@@ -97,8 +97,9 @@ def check(parts: list[Tensor], lengths: list[int], causal: bool, p: float) -> st
     mine = [part.detach()[: sum(few)].requires_grad_() for part in parts]
     theirs = [part.detach().float().requires_grad_() for part in mine]
     offsets, key = ends(few), torch.tensor(KEY, device="cuda") if p else None
-    out = family.attention(*mine, offsets, offsets, max(few), max(few), causal, p=p, key=key)
-    exact = family.attention_ref(*theirs, None, offsets, offsets, causal, SIZE**-0.5, p, key)[0]
+    layout = (offsets, offsets, max(few), max(few), causal)
+    out = family.attention(*mine, *layout, p=p, key=key)
+    exact = family.attention_ref(family.Forward(*theirs, None, *layout, SIZE**-0.5, p, key))[0]
     gradient = torch.randn_like(out)
     got = [out, *torch.autograd.grad(out, mine, gradient)]
     expected = [exact, *torch.autograd.grad(exact, theirs, gradient.float())]

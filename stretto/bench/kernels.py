@@ -2,7 +2,7 @@
 
 Plain torch is what model.py does, with activations in bf16 and parameters in fp32: a parameter is cast to bf16 where it
 meets an activation; embeddings and losses are computed in fp32. Arguments, results and gradients have the same types
-for everyone. Timed, as in training, with all tensors in need of a gradient:
+for all contestants. These passes are timed, as in training, with all tensors in need of a gradient:
 
     forward   the operation, with whatever it keeps for its backward pass
     both      forward, and backward to all gradients
@@ -12,10 +12,10 @@ Times are the device's, the median of TIMED. Before each call the device is give
 overwriting of a tensor much larger than its cache: the host gets ahead, as it does in a whole step, so launches cost
 nothing unless there are very many, and what the call reads comes from memory.
 
-A rate is work over time, and the work is the same for everyone: the FLOPs of matrix products where there are any, else
-the fewest bytes. Forward reads its inputs and writes its outputs once, and once what only backward will need; backward
-reads that and the gradients of the outputs, and writes the gradients of the inputs. Vectors (biases, norms, labels,
-statistics) count as nothing. "peak" is Stretto's rate over that of a large copy, or product, in the same run.
+A rate is work over time, and the work is the same for all contestants: the FLOPs of matrix products where there are
+any, else the fewest bytes. Forward reads its inputs and writes its outputs once, and once what only backward will need;
+backward reads that and the gradients of the outputs, and writes the gradients of the inputs. Vectors (biases, norms,
+labels, statistics) count as nothing. "peak" is Stretto's rate over that of a large copy, or product, in the same run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from stretto.config import FusedConfig, OptimConfig, build_config
 from stretto.errors import ConfigError, StrettoError
 from stretto.ops.activation import activate
 from stretto.ops.affine import add_affine
-from stretto.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.embedding import embed
 from stretto.ops.heads import project_heads
@@ -97,12 +97,12 @@ def key() -> Tensor:
 
 
 def tensors(forward: int, backward: int, elements: int) -> dict[str, float]:
-    """The bytes of so many bf16 tensors of this size."""
+    """The bytes of bf16 tensors with this number of elements, `forward` and `backward` in number."""
     return {"forward": 2.0 * forward * elements, "both": 2.0 * (forward + backward) * elements}
 
 
 def products(elements: int) -> dict[str, float]:
-    """The FLOPs of so many multiplications and additions, and of twice as many in the backward pass."""
+    """The FLOPs of matrix products with this number of multiplications, and of a backward pass with twice as many."""
     return {"forward": 2.0 * elements, "both": 6.0 * elements}
 
 
@@ -141,7 +141,7 @@ def plain_add_affine(
 
 
 def build_add_affine(rows: int, width: int) -> Problem:
-    """What stands in the place of a norm, without the loss, which plain torch has no place for."""
+    """The affine in the place of a norm, without its loss, for which plain torch has no place."""
     args = (activations(rows, width), activations(rows, width), None, parameter(width), parameter(width), 0.0, None)
     return Problem(add_affine, plain_add_affine, args, tensors(4, 4, rows * width))
 
@@ -204,16 +204,11 @@ def build_embed(rows: int, width: int, vocab: int, length: int, bert: bool = Fal
     kind = (torch.randint(2, (rows,)), parameter(2, width)) if bert else (None, None)
     norm = (parameter(width), parameter(width)) if bert else (None, None)
     tables = (ids, parameter(vocab, width), torch.arange(rows) % length, parameter(length, width), *kind)
-    # the rows that are looked up -> y; then dy and, through a norm, those rows again -> the gradients of whole tables
+    # the rows that are looked up -> y; then dy and, through a norm, these rows again -> the gradients of whole tables
     read, y = 4.0 * width * (ids.bincount().count_nonzero().item() + min(length, rows)), 2.0 * width * rows
     forward, backward = read + y, y + bert * read + 4.0 * width * (vocab + length)
     work = {"forward": forward, "both": forward + backward}
     return Problem(embed, plain_embed, (*tables, 1.0, *norm, EPS, False, p, key(), torch.bfloat16), work)
-
-
-def build_cross_entropy(rows: int, vocab: int) -> Problem:
-    args = (activations(rows, vocab), torch.randint(vocab, (rows,)), 0.0)
-    return Problem(cross_entropy, model.summed_loss, args, tensors(1, 2, rows * vocab))
 
 
 def plain_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Maybe, labels: Tensor, smoothing: float) -> Tensor:
@@ -227,7 +222,8 @@ def build_linear_cross_entropy(rows: int, width: int, vocab: int) -> Problem:
 
 
 def build_adamw(layers: int, width: int, vocab: int, weights: str) -> Problem:
-    """Against torch's fused AdamW, in fp32 or, where all of ours is bf16, in bf16. Returns the parameters."""
+    """The contestant is torch's fused AdamW, in fp32 or, where all tensors of this package are bf16, in bf16. Both
+    functions return the parameters."""
     sizes = {"preset": "gpt2-medium", "layers": layers, "width": width, "vocab": vocab}
     ours = model.build_model(build_config({"model": sizes}).model, torch.get_default_device())
     for p in ours.parameters():
@@ -277,7 +273,6 @@ CASES = (
     Case("heads", "32+8+8, rotary", build_heads, _LLAMA, {"parts": [32, 8, 8], "rotary": True}),
     Case("embedding", "GPT-2", build_embed, _GPT2 | {"vocab": 50304}, {"length": 1024}),
     Case("embedding", "BERT", build_embed, _BERT | {"vocab": 30528}, {"length": 512, "bert": True, "p": 0.1}),
-    Case("cross_entropy", "of logits", build_cross_entropy, {"rows": 16384, "vocab": 50304}),
     Case("cross_entropy", "linear", build_linear_cross_entropy, _GPT2 | {"vocab": 50304}),
     Case("cross_entropy", "linear", build_linear_cross_entropy, _LLAMA | {"vocab": 128256}),
     Case("dropout", "dropout", build_dropout, _BERT, {"p": 0.1}),
@@ -315,7 +310,7 @@ def run_kernels(names: Sequence[str], out: Path) -> Path:
 
 
 def measure_case(case: Case, device: torch.device, ceilings: dict[str, float]) -> Result:
-    """What it was; by pass and contestant milliseconds, rate, share of the peak; and why some have none."""
+    """Returns the case; milliseconds, rate and share of the peak by pass and contestant; reasons of failures."""
     result: Result = {"family": case.family, "name": case.name, "sizes": fit_to_device(case, device)}
     result |= {"options": case.options, "passes": {}, "failed": {}}
     try:
@@ -356,7 +351,7 @@ def build_problem(case: Case, device: torch.device) -> Problem:
 
 
 def time_pass(function: Callable[..., Any], args: tuple[Any, ...], backward: bool, device: torch.device) -> float:
-    """Median milliseconds."""
+    """Returns the median time in milliseconds."""
     gradients = [torch.randn_like(output) for output in call(function, args)] if backward else None
     for _ in range(WARM_UP):
         call(function, args, gradients)
@@ -372,7 +367,7 @@ def time_pass(function: Callable[..., Any], args: tuple[Any, ...], backward: boo
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...], gradients: list[Tensor] | None = None) -> list[Tensor]:
-    """The outputs or, for these gradients of the outputs, the gradients of all tensors that need one."""
+    """Returns the outputs or, given gradients of the outputs, the gradients of all tensors that need one."""
     out = function(*args)
     outputs = [out] if isinstance(out, Tensor) else list(out)
     if gradients is None:
@@ -382,7 +377,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], gradients: list[Te
 
 
 def print_family(console: Console, family: str, results: Sequence[Result]) -> None:
-    """Fits 80 columns. What has no numbers has its reason below."""
+    """Prints a table of 80 columns, and below it why contestants have no numbers."""
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     for i, column in enumerate((family, "", *CONTESTANTS, "/eager", "/compile", "rate", "peak")):
         table.add_column(column, justify="right" if i > 1 else "left", no_wrap=True)

@@ -1,6 +1,6 @@
 """The kernels, one family per file, each with its reference in plain torch. They know tensors, not models.
 
 Every operation is a `torch.library` custom op (op.py): the reference is its CPU body, a Triton kernel its CUDA body,
-and its backward pass a second op. So all of it runs without a GPU, without Triton, and inside
-`torch.compile(fullgraph=True)`.
+and its backward pass a second op. So everything runs without a GPU, without Triton, and inside
+`torch.compile(fullgraph=True)`. Matrix products with weights are cuBLAS's, all called in products.py.
 """

@@ -12,8 +12,8 @@ Every smooth kind is a value times a gate between 0 and 1, act(x) = x s(x), with
 
 In a gated kind, x is a gate a and next to it a value b: swiglu is silu(a) b, geglu is gelu_tanh(a) b.
 
-The sigmoid form of gelu_tanh never subtracts nearly equal numbers, and needs no tanh. All of it is computed in fp32
-and rounded once, forward and backward (fp64 inputs: in fp64 on a CPU).
+The sigmoid form of gelu_tanh never subtracts nearly equal numbers, and needs no tanh. The arithmetic is fp32 with one
+rounding at the end, forward and backward (fp64 inputs: fp64 on a CPU).
 
 Saved for backward: x, bias and the dropout key; relu saves h alone, since h > 0 exactly where an element was positive
 and kept. The backward pass gives dx and, if asked, two things for no further reading: h once more, for a caller that
@@ -26,14 +26,15 @@ Traffic in bf16: 4 bytes an element of h forward (gated 6), 6 backward (gated 10
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.dropout import dropout_ref, keeps, row_words
-from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.op import define
 from stretto.ops.sums import launch_sums
 
@@ -51,17 +52,23 @@ def activate_ref(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tenso
     return _drop(h, p, key).to(x.dtype).contiguous()
 
 
-def activate_backward_ref(
-    dh: Tensor,
-    kept: Tensor,
-    bias: Tensor | None,
-    kind: str,
-    p: float,
-    key: Tensor | None,
-    want_h: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of activate_ref written out, for use inside of an op, where autograd does not reach."""
+class Backward(NamedTuple):
+    """The arguments of the backward pass."""
+
+    dh: Tensor  # [T, I]
+    kept: Tensor  # x, or for relu h: relu has no other use for the bias and never wants h again
+    bias: Tensor | None
+    kind: str
+    p: float
+    key: Tensor | None
+    want_h: bool
+    want_dbias: bool
+
+
+def activate_backward_ref(a: Backward) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dx; h, if it is wanted; the column sums of dx in the dtype of the bias, if they are wanted. This is the
+    gradient of activate_ref written out, because autograd does not reach inside of an op."""
+    dh, kept, bias, kind, p, key, want_h, want_dbias = a
     dy = wide(dh)
     if kind == "relu":
         dx = torch.where(kept <= 0, 0.0, dy / (1 - p))
@@ -106,8 +113,8 @@ def _approximation(kind: str) -> str:
 
 @jit
 def gate_of(x, KIND: tl.constexpr):
-    """s(x) and 1 - s(x), the smaller one never by a subtraction from the larger. Products are fused by hand where the
-    compiler might or might not, so that both kernels round alike."""
+    """Returns s(x) and 1 - s(x); the smaller of the two is never the difference of 1 and the larger. Products are fused
+    by hand where the compiler might or might not fuse them, so that both kernels round alike."""
     if KIND == "gelu":
         # 1 - Phi(z) = 2^(polynomial of z >= 0): minimax, within 2e-8. The erf of the CUDA library chooses between two
         # polynomials and takes twice the instructions, enough to keep the memory waiting.
@@ -134,7 +141,7 @@ def gate_of(x, KIND: tl.constexpr):
 
 @jit
 def slope_of(x, s, t, KIND: tl.constexpr):
-    """s + x s'(x), from s and t = 1 - s"""
+    """Returns s + x s'(x), from s and t = 1 - s."""
     if KIND == "gelu":
         ds = 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif KIND == "gelu_tanh":
@@ -146,7 +153,7 @@ def slope_of(x, s, t, KIND: tl.constexpr):
 
 @jit
 def survives(key_ptr, row, col, P: tl.constexpr):
-    """keep_ref on a block; row [R, 1], col [1, C]."""
+    """Computes keep_ref for a block with row [R, 1] and col [1, C]."""
     first, second = row_words(key_ptr, row)
     return keeps(first, second, col, P)
 
@@ -158,20 +165,10 @@ def _load_bias(bias_ptr, col, cols, HAS_BIAS: tl.constexpr):
 
 @jit
 def _activate_kernel(
-    x_ptr,
-    bias_ptr,
-    key_ptr,
-    h_ptr,
-    rows,
-    cols,
-    x_stride,
-    KIND: tl.constexpr,  # of a gated one, what is done to the gate
-    GATED: tl.constexpr,
-    P: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    x_ptr, bias_ptr, key_ptr, h_ptr, rows, cols, x_stride,
+    KIND: tl.constexpr,  # of a gated kind, the function of the gate
+    GATED: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     row_at = row.to(tl.int64)
@@ -194,27 +191,10 @@ def _activate_kernel(
 
 @jit
 def _activate_backward_kernel(
-    dh_ptr,
-    kept_ptr,
-    bias_ptr,
-    key_ptr,
-    dx_ptr,
-    h_ptr,
-    sums_ptr,
-    rows,
-    cols,
-    dh_stride,
-    kept_stride,
-    dx_stride,
-    KIND: tl.constexpr,
-    GATED: tl.constexpr,
-    P: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    WANT_H: tl.constexpr,
-    WANT_DBIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    dh_ptr, kept_ptr, bias_ptr, key_ptr, dx_ptr, h_ptr, sums_ptr, rows, cols, dh_stride, kept_stride, dx_stride,
+    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr,
+    WANT_H: tl.constexpr, WANT_DBIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     scale: tl.constexpr = 1 / (1 - P)
     col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     bias = _load_bias(bias_ptr, col, cols, HAS_BIAS)
@@ -263,84 +243,45 @@ def _activate_backward_kernel(
             tl.store(sums_at + cols, value_sums, mask=col < cols)
 
 
-def _block_shape(cols: int, gated: bool) -> tuple[int, int]:
-    """Rows and columns of a block. 1024 columns are the 128 threads of a program with one 16-byte load of bf16 each: a
-    thread owns whole columns and sums them without asking its neighbours. Two rows, or the two halves of one
-    where there is a gate, keep several loads in flight with few enough registers for five or six programs on a
+@cache
+def _constants(cols: int, kind: str, p: float, has_bias: bool) -> dict[str, Any]:
+    """The constants of both kernels. A block of 1024 columns is the 128 threads of a program with one 16-byte load of
+    bf16 each: a thread owns whole columns and sums them without asking its neighbours. Two rows, or the two halves of
+    one row where there is a gate, keep several loads in flight with few enough registers for five or six programs on a
     multiprocessor. A narrow tensor gets more rows instead."""
     block_c = min(next_power_of_2(cols), 1024)
-    return (1024 if gated else 2048) // block_c, block_c
+    block = {"BLOCK_R": (1024 if kind in GATES else 2048) // block_c, "BLOCK_C": block_c}
+    return {"KIND": GATES.get(kind, kind), "GATED": kind in GATES, "P": p, "HAS_BIAS": has_bias, **block}
 
 
 def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
     x = dense_rows(x)
     h = _new_h(x, kind)
-    rows, cols = h.shape
-    block_r, block_c = _block_shape(cols, kind in GATES)
+    (rows, cols), constants = h.shape, _constants(h.shape[1], kind, 0.0 if key is None else p, bias is not None)
     if h.numel():
-        _activate_kernel[(cdiv(rows, block_r), cdiv(cols, block_c))](
-            x,
-            x if bias is None else bias,
-            x if key is None else key,
-            h,
-            rows,
-            cols,
-            x.stride(0),
-            KIND=GATES.get(kind, kind),
-            GATED=kind in GATES,
-            P=0.0 if key is None else p,
-            HAS_BIAS=bias is not None,
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
+        _activate_kernel[(cdiv(rows, constants["BLOCK_R"]), cdiv(cols, constants["BLOCK_C"]))](
+            x, x if bias is None else bias, x if key is None else key, h, rows, cols, x.stride(0), **constants
         )
     return h
 
 
-def launch_activate_backward(
-    dh: Tensor,
-    kept: Tensor,
-    bias: Tensor | None,
-    kind: str,
-    p: float,
-    key: Tensor | None,
-    want_h: bool,
-    want_dbias: bool,
-    overwrite_dh: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`overwrite_dh` puts dx where dh was, if they have one shape: for a caller to whom dh is a temporary."""
+def launch_activate_backward(a: Backward, overwrite_dh: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """`overwrite_dh` puts dx where dh was, if both have one shape: for a caller to whom dh is a temporary."""
+    dh, kept, bias, kind, p, key, want_h, want_dbias = a
     dh, kept = dense_rows(dh), dense_rows(kept)
     rows, cols = dh.shape
-    dx = dh if overwrite_dh and kind not in GATES else kept.new_empty(kept.shape)
-    h = kept.new_empty((rows, cols) if want_h else 0)
-    block_r, block_c = _block_shape(cols, kind in GATES)
-    column_blocks, groups = cdiv(cols, block_c), cdiv(rows, block_r)
+    dx, h, dbias = _new_gradients(dh, kept, bias, want_h, want_dbias, overwrite_dh and kind not in GATES)
+    constants = _constants(cols, kind, 0.0 if key is None else p, bias is not None)
+    column_blocks, groups = cdiv(cols, constants["BLOCK_C"]), cdiv(rows, constants["BLOCK_R"])
     if want_dbias:  # few programs with many rows each; otherwise as many as there are blocks
         groups = min(groups, cdiv(6 * num_processors(dh.device), max(column_blocks, 1)))
     sums = kept.new_empty((groups, kept.shape[1]) if want_dbias else 0, dtype=wide_dtype(kept.dtype))
-    dbias = kept.new_empty(kept.shape[1] if want_dbias else 0, dtype=_dbias_dtype(kept, bias))
     if dh.numel():
         _activate_backward_kernel[(groups, column_blocks)](
-            dh,
-            kept,
-            kept if bias is None else bias,
-            kept if key is None else key,
-            dx,
-            h,
-            sums,
-            rows,
-            cols,
-            dh.stride(0),
-            kept.stride(0),
-            dx.stride(0),
-            KIND=GATES.get(kind, kind),
-            GATED=kind in GATES,
-            P=0.0 if key is None else p,
-            HAS_BIAS=bias is not None,
-            WANT_H=want_h,
-            WANT_DBIAS=want_dbias,
-            BLOCK_R=block_r,
-            BLOCK_C=block_c,
-        )
+            dh, kept, kept if bias is None else bias, kept if key is None else key, dx, h, sums,
+            rows, cols, dh.stride(0), kept.stride(0), dx.stride(0),
+            WANT_H=want_h, WANT_DBIAS=want_dbias, **constants,
+        )  # fmt: skip
     if want_dbias:
         launch_sums(sums[:, None], [dbias])
     return dx, h, dbias
@@ -350,59 +291,20 @@ def _new_h(x: Tensor, kind: str) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // 2 if kind in GATES else x.shape[1])
 
 
+def _new_gradients(
+    dh: Tensor, kept: Tensor, bias: Tensor | None, want_h: bool, want_dbias: bool, overwrite_dh: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty dx, h and dbias; dx is dh if that is to be overwritten."""
+    dbias = kept.new_empty(kept.shape[1] if want_dbias else 0, dtype=_dbias_dtype(kept, bias))
+    return dh if overwrite_dh else kept.new_empty(kept.shape), kept.new_empty(dh.shape if want_h else 0), dbias
+
+
 def _dbias_dtype(kept: Tensor, bias: Tensor | None) -> torch.dtype:
     return wide_dtype(kept.dtype) if bias is None else bias.dtype
 
 
-@define("activate", "cpu")
-def _activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    return (launch_activate if INTERPRET else activate_ref)(x, bias, kind, p, key)
-
-
-_activate.register_kernel("cuda")(launch_activate)
-
-
-@_activate.register_fake
-def _(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    return _new_h(x, kind)
-
-
-@define("activate_backward", "cpu")
-def _activate_backward(
-    dh: Tensor,
-    kept: Tensor,
-    bias: Tensor | None,
-    kind: str,
-    p: float,
-    key: Tensor | None,
-    want_h: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx; h, if wanted; the column sums of dx, in the dtype of the bias, if wanted. `kept` is x, or h for relu, which
-    has no other use for the bias and never wants h."""
-    backward = launch_activate_backward if INTERPRET else activate_backward_ref
-    return backward(dh, kept, bias, kind, p, key, want_h, want_dbias)
-
-
-_activate_backward.register_kernel("cuda")(launch_activate_backward)
-
-
-@_activate_backward.register_fake
-def _(
-    dh: Tensor,
-    kept: Tensor,
-    bias: Tensor | None,
-    kind: str,
-    p: float,
-    key: Tensor | None,
-    want_h: bool,
-    want_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        kept.new_empty(kept.shape),
-        kept.new_empty(dh.shape if want_h else 0),
-        kept.new_empty(kept.shape[1] if want_dbias else 0, dtype=_dbias_dtype(kept, bias)),
-    )
+_activate = define("activate", activate_ref, launch_activate, fake=_new_h)
+_activate_backward = define("activate_backward", activate_backward_ref, launch_activate_backward, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -421,8 +323,8 @@ _activate.register_autograd(_backward, setup_context=_save)
 
 
 def activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    """dropout(act(x + bias)), [T, I], for x [T, I], or [T, 2I] for a gated kind (gate, then value). `key` [2] is needed
-    where p > 0."""
+    """Returns dropout(act(x + bias)), [T, I], for x [T, I], or [T, 2I] for a gated kind (gate, then value). `key` [2]
+    is needed where p > 0."""
     check_activation(kind, p, key)
     if x.ndim != 2 or (kind in GATES and x.shape[1] % 2):
         raise ValueError(f"{kind} takes [tokens, {'2 * ' if kind in GATES else ''}width], not {list(x.shape)}")

@@ -65,24 +65,24 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Control:
-    """What the device says about one update."""
+    """The numbers on the device that steer one update."""
 
-    applied: Tensor  # whether there is one
+    applied: Tensor  # whether the update takes place
     corrections: Tensor  # [P, 2], fp64: c of both moments, with this update counted
-    norm: Tensor  # of all gradients, as they are
-    limit: float  # for that norm; infinite: no clipping
-    scale: Tensor  # what the gradients were multiplied by
+    norm: Tensor  # norm of all gradients, before they are divided by `scale`
+    limit: float  # largest norm without clipping; infinite: no clipping
+    scale: Tensor  # factor that the gradients were multiplied by
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter's elements are, or this process's part of them."""
+    """The place of a parameter's elements, or of this process's part of them."""
 
-    number: int  # of the parameter
-    group: int
-    offset: int  # in the flat state
-    length: int
-    first: int  # the first element's place in the whole parameter
+    number: int  # number of the parameter
+    group: int  # number of its group
+    offset: int  # first element in the flat state
+    length: int  # elements
+    first: int  # place of the first element in the whole parameter
 
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.offset : self.offset + self.length]
@@ -101,7 +101,7 @@ def split(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_ref(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16 by 16 random bits: away from zero with the probability of the part that is cut off."""
+    """Rounds fp32 to bf16 by 16 random bits: away from zero with a probability equal to the part that is cut off."""
     high = (x.view(torch.int32) + (bits & 0xFFFF).int()) & -0x10000
     return torch.where(x.isnan(), x, high.view(torch.float32)).bfloat16()
 
@@ -153,7 +153,7 @@ def _sqrt(x: Tensor) -> Tensor:
 
 @jit
 def _open_chunk(rows_ptr, chunks_ptr, CHUNK: tl.constexpr):
-    """This program's row of the table, and where in the parameter it begins and how many elements it has."""
+    """Returns this program's row of the table, its first element in the parameter, and its number of elements."""
     chunk = chunks_ptr + 2 * tl.program_id(0)
     row = rows_ptr + 8 * tl.load(chunk)
     begin = tl.load(chunk + 1).to(tl.int64) * CHUNK
@@ -191,7 +191,7 @@ def _squares_kernel(rows_ptr, chunks_ptr, sums_ptr, GRAD: tl.constexpr, CHUNK: t
 
 @jit
 def _round(x, bits):
-    """round_ref; the result is still fp32."""
+    """Computes round_ref, but leaves the result in fp32."""
     high = (x.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000
     return tl.where(x == x, high.to(tl.float32, bitcast=True), x)
 
@@ -202,7 +202,7 @@ def _update(
     factor, rest1, beta2, rest2, eps, keep, lr, unroot, first, second,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """adamw_ref for one chunk. rest = 1 - beta, keep = 1 - lr decay, lr is divided by c1, unroot = 1 / sqrt(c2)."""
+    """Computes adamw_ref for one chunk; rest = 1 - beta, keep = 1 - lr decay, `lr` = lr / c1, unroot = 1 / sqrt(c2)."""
     count = count // UNIT * UNIT  # as above
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -299,7 +299,7 @@ class Launch:
         return INTERPRET or self.device.type == "cuda"
 
     def aim(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Says where weights and gradients are now; a parameter without gradient is passed over."""
+        """Notes the addresses of weights and gradients; a parameter without gradient is passed over."""
         self.params, self.grads = params, [grad if grad is None else grad.contiguous() for grad in grads]
         if not self.runs_kernels:
             return
@@ -315,8 +315,8 @@ class Launch:
 
     @contextmanager
     def recording(self) -> Iterator[Tensor | None]:
-        """While a CUDA graph is recorded: gives the table that it will read, which is filled afterwards, since nothing
-        may be uploaded meanwhile. The gradients of the graph stay where they were; those of other steps do not."""
+        """Gives a CUDA graph that is being recorded a table of its own, which is filled afterwards, since nothing may
+        be uploaded during the recording. The gradients of the graph stay where they were, other gradients do not."""
         if not self.runs_kernels:
             yield None
             return
@@ -328,7 +328,7 @@ class Launch:
             self._rows, self._recording, self._addresses = usual, False, []
 
     def sum_squares(self) -> Tensor:
-        """Of the gradients; fp64. The order of additions is fixed."""
+        """Returns the sum of the squares of all gradients, fp64. The order of additions is fixed."""
         if not self.runs_kernels:
             sums = [grad.float().square().sum(dtype=torch.float64) for grad in self.grads if grad is not None]
             return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
@@ -340,8 +340,8 @@ class Launch:
         return self._sums.sum()
 
     def update(self, state: Workspace, control: Control, rule: Rule) -> None:
-        """Once for each `aim`: gradients are not held on to. On no device does autograd see the weights change: who
-        calls this has to tell it."""
+        """Updates the weights, once for each `aim`, after which the gradients are let go. Autograd does not see the
+        weights change on any device: the caller has to tell it."""
         if not self.runs_kernels:
             for param, grad, place in zip(self.params, self.grads, self.places, strict=True):
                 if grad is not None:

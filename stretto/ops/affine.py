@@ -3,10 +3,10 @@
     stream = residual + dropout(branch + branch_bias)
     y      = weight * stream + bias
 
-In front of it stands what stands in front of a norm (ops/norm.py), but nothing is summed over a row. What a norm would
-enforce, a loss asks for: the standardization loss of Collins, Ballé and Shlens (arXiv 1903.00925), the KL divergence
-of y, taken as Gaussian, from N(0, 1). With mean and variance of a token over its channels, of a channel over the
-tokens, or of all of y (`axis`), and weights `rows` that sum to 1 over the tokens that count:
+The sum is the one in front of a norm (residual.py), but nothing is summed over a row. What a norm would enforce, a loss
+asks for: the standardization loss of Collins, Ballé and Shlens (arXiv 1903.00925), the KL divergence of y, taken as
+Gaussian, from N(0, 1). With mean and variance of a token over its channels, of a channel over the tokens, or of all of
+y (`axis`), and weights `rows` that sum to 1 over the tokens that count:
 
     KL = 1/2 sum over channels, weighted mean over tokens, of (mean^2 + variance - log(variance + eps) - 1)
 
@@ -19,34 +19,79 @@ arrives: nothing has to travel from here to the loss, so recomputation, sharded 
     dweight, dbias, dbranch_bias = sums over rows of dy' * stream, dy', dbranch
 
 `rows` is 0 for most tokens (one in `stride` is enough), and a token with 0 costs no sum over its channels. Statistics
-of a token are taken in the backward kernel, where its row is in registers anyway. Those of channels come from every
-`stride`-th row after the forward kernel.
+of a token are taken in the backward kernel, where its row is in registers anyway. Statistics of channels are taken
+from every `stride`-th row after the forward kernel.
 
 Shapes: branch, residual, stream, y [T, C], one dtype; weight and biases [C], any float dtype, their gradients in it;
 rows [T], fp32, 0 unless the row's number is a multiple of `stride`; factor [], fp32, read by the backward pass.
 Saved for backward: stream; rows; stats, fp32, [2, C] (mean, variance) or [2, 0] (token); the dropout key.
-Error: as far from fp64 as twice that of plain torch that works in fp32 between the rounded tensors.
+Error: outputs and gradients are at most twice as far from fp64 as plain torch that works in fp32 between the rounded
+tensors.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.ops.dropout import dropout_ref, keeps, row_words
-from stretto.ops.language import INTERPRET, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
-from stretto.ops.norm import Again, add_ref, check_width, new_gradients
+from stretto.ops.dropout import keeps, row_words
+from stretto.ops.language import dense_rows, jit, next_power_of_2, tl, wide, wide_dtype
+from stretto.ops.norm import check_width
 from stretto.ops.op import define
-from stretto.ops.sums import launch_sums
+from stretto.ops.residual import (
+    add_ref,
+    check_sum,
+    choose_results,
+    launch_backward,
+    new_gradients,
+    run_backward,
+    save,
+    split_gradient_ref,
+)
 
 EPS = 1e-5  # a dead token or channel is pulled back by a finite force
 AXES = ("token", "channel", "layer")
 
 
+class Forward(NamedTuple):
+    branch: Tensor | None  # None: the residual is the stream
+    residual: Tensor
+    branch_bias: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    rows: Tensor | None  # None: nothing is pulled
+    factor: Tensor | None
+    stride: int
+    axis: str
+    p: float
+    key: Tensor | None
+    post: bool
+
+
+class Backward(NamedTuple):
+    """See residual.py."""
+
+    dy: Tensor | None
+    dstream: Tensor | None
+    stream: Tensor
+    stats: Tensor
+    weight: Tensor | None
+    key: Tensor | None
+    bias: Tensor | None
+    rows: Tensor | None
+    factor: Tensor | None
+    p: float
+    post: bool
+    branch_rows: int | None
+    weight_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+    branch_bias_dtype: torch.dtype | None
+
+
 def standardization_loss(y: Tensor, rows: Tensor, axis: str, eps: float = EPS) -> Tensor:
-    """KL, the definition of correct: autograd's gradient of it is what the backward pass adds."""
+    """Returns KL, the definition of correct: the backward pass adds autograd's gradient of KL."""
     mean, variance = moments_ref(y, rows, axis)
     kl = 0.5 * (mean.square() + variance - (variance + eps).log() - 1)
     if axis == "token":
@@ -55,7 +100,7 @@ def standardization_loss(y: Tensor, rows: Tensor, axis: str, eps: float = EPS) -
 
 
 def moments_ref(y: Tensor, rows: Tensor, axis: str) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance, [T], [C] or []; in two passes, since E[y^2] - mean^2 cancels."""
+    """Returns mean and biased variance, [T], [C] or []; in two passes, since E[y^2] - mean^2 cancels."""
     y = wide(y)
     if axis == "token":
         mean = y.mean(1)
@@ -68,7 +113,7 @@ def moments_ref(y: Tensor, rows: Tensor, axis: str) -> tuple[Tensor, Tensor]:
 
 
 def pull_ref(y: Tensor, rows: Tensor, stats: Tensor) -> Tensor:
-    """The gradient of KL in y."""
+    """Returns the gradient of KL in y."""
     mean, variance = (part[:, None] for part in moments_ref(y, rows, "token")) if stats.numel() == 0 else stats
     return rows[:, None] * (mean + (1 - 1 / (variance + EPS)) * (y - mean))
 
@@ -78,69 +123,37 @@ def affine_ref(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def add_affine_ref(
-    branch: Tensor,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    key: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """y and stream."""
-    stream = add_ref(branch, residual, branch_bias, p, key)
-    return affine_ref(stream, weight, bias).to(stream.dtype), stream
+def add_affine_ref(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y, stream and stats."""
+    y, stream, stats = new_outputs(a.branch, a.residual, a.rows, a.axis)
+    x = a.residual
+    if a.branch is not None:
+        x = stream.copy_(add_ref(a.branch, x, a.branch_bias, a.p, a.key))
+    return y.copy_(affine_ref(x, a.weight, a.bias)), stream, fill_stats(stats, x, a)
 
 
-def affine_backward_ref(
-    dy: Tensor | None,
-    dstream: Tensor | None,
-    stream: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    factor: Tensor | None,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> list[Tensor]:
-    """dresidual; dbranch if there is dropout; then the sums whose dtype is given."""
-    if post and dy is not None and dstream is not None:
+def affine_backward_ref(a: Backward) -> list[Tensor]:
+    """Returns the gradients in the order of split_gradient_ref."""
+    dy, dstream = a.dy, a.dstream
+    if a.post and dy is not None and dstream is not None:
         dy, dstream = wide(dy) + dstream, None
-    dx = torch.zeros_like(stream, dtype=wide_dtype(stream.dtype)) if dstream is None else wide(dstream)
+    dx = torch.zeros_like(a.stream, dtype=wide_dtype(a.stream.dtype)) if dstream is None else wide(dstream)
     sums = []
     if dy is not None:
         dy = wide(dy)
-        if rows is not None and factor is not None:
-            dy = dy + factor * pull_ref(affine_ref(stream, weight, bias), rows, stats)
-        dx = dx + (dy if weight is None else dy * weight)
-        sums = [(weight_dtype, dy * stream), (bias_dtype, dy)]
-    inputs = [dx] if key is None else [dx, dropout_ref(dx, p, key)]
-    sums.append((branch_bias_dtype, inputs[-1]))
-    copies = [stream.new_empty(stream.shape).copy_(d) for d in inputs]  # never an alias of dstream
-    return copies + [terms.sum(0).to(dtype) for dtype, terms in sums if dtype is not None]
+        if a.rows is not None and a.factor is not None:
+            dy = dy + a.factor * pull_ref(affine_ref(a.stream, a.weight, a.bias), a.rows, a.stats)
+        dx = dx + (dy if a.weight is None else dy * a.weight)
+        sums = [(a.weight_dtype, dy * a.stream), (a.bias_dtype, dy)]
+    return split_gradient_ref(a, dx, sums)
 
 
 @jit
 def _affine_kernel(
     branch_ptr,  # None: the residual is the stream, which is not written
-    residual_ptr,
-    branch_bias_ptr,
-    weight_ptr,
-    bias_ptr,
-    key_ptr,
-    y_ptr,
-    stream_ptr,
-    cols,
-    branch_stride,
-    residual_stride,
-    P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual_ptr, branch_bias_ptr, weight_ptr, bias_ptr, key_ptr, y_ptr, stream_ptr, cols, branch_stride,
+    residual_stride, P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < cols
@@ -164,32 +177,19 @@ def _affine_kernel(
 
 @jit
 def _affine_backward_kernel(
-    dy_ptr,  # None: y was not used
-    dstream_ptr,  # None: stream was not used
+    dy_ptr, dstream_ptr,  # None: y, or stream, was not used
     stream_ptr,
-    stats_ptr,  # None: those of each token
-    weight_ptr,
-    bias_ptr,
+    stats_ptr,  # None: a token has its own statistics
+    weight_ptr, key_ptr, bias_ptr,
     rows_ptr,  # None: nothing is pulled
-    factor_ptr,
-    key_ptr,
-    dresidual_ptr,
-    dbranch_ptr,  # None: nothing was dropped, dresidual serves as both
+    factor_ptr, dresidual_ptr,
+    dbranch_ptr,  # None: dresidual serves as both
     sums_ptr,  # [programs, the sums asked for, cols]
-    rows,
-    cols,
-    dy_stride,
-    dstream_stride,
-    stream_stride,
+    rows, cols, dy_stride, dstream_stride, stream_stride, P: tl.constexpr,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DBRANCH_BIAS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    POST: tl.constexpr,  # dstream is the gradient of a second y
     EPSILON: tl.constexpr,
-    P: tl.constexpr,
-    DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr,
-    DBRANCH_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    POST: tl.constexpr,  # dstream belongs to y
-):
+):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     inside = col < cols
@@ -250,242 +250,54 @@ def _affine_backward_kernel(
 
 
 def new_outputs(branch: Tensor | None, residual: Tensor, rows: Tensor | None, axis: str) -> tuple[Tensor, ...]:
-    """y, stream, stats. Without a branch the residual is the stream; an op may not return it, so `stream` is empty."""
+    """Empty y, stream and stats; the stream is empty without a branch, as in norm.py."""
     num_rows, cols = residual.shape
     by_channel = rows is not None and axis != "token"
     stats = residual.new_empty(2, cols if by_channel else 0, dtype=wide_dtype(residual.dtype))
     return residual.new_empty(num_rows, cols), residual.new_empty(0 if branch is None else num_rows, cols), stats
 
 
-def fill_stats(
-    stats: Tensor,
-    stream: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    stride: int,
-    axis: str,
-) -> Tensor:
-    """Of y as the backward pass computes it again, which is not rounded."""
-    if rows is not None and stats.numel():
-        y = affine_ref(stream[::stride], weight, bias)
-        for part, value in zip(stats, moments_ref(y, rows[::stride], axis), strict=True):
+def fill_stats(stats: Tensor, stream: Tensor, a: Forward) -> Tensor:
+    """Fills in the statistics of y as the backward pass computes y again, which is not rounded."""
+    if a.rows is not None and stats.numel():
+        y = affine_ref(stream[:: a.stride], a.weight, a.bias)
+        for part, value in zip(stats, moments_ref(y, a.rows[:: a.stride], a.axis), strict=True):
             part.copy_(value)
     return stats
 
 
-def launch_add_affine(
-    branch: Tensor | None,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    factor: Tensor | None,
-    stride: int,
-    axis: str,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, stream, stats = new_outputs(branch, residual, rows, axis)
-    branch, residual, (num_rows, cols) = dense_rows(branch), dense_rows(residual), residual.shape
+def launch_add_affine(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    y, stream, stats = new_outputs(a.branch, a.residual, a.rows, a.axis)
+    branch, residual, (num_rows, cols) = dense_rows(a.branch), dense_rows(a.residual), a.residual.shape
     if num_rows:
-        block = next_power_of_2(cols)  # and warps as in ops/norm.py
+        block = next_power_of_2(cols)  # and warps as in norm.py
         _affine_kernel[(num_rows,)](
-            branch,
-            residual,
-            dense_rows(branch_bias),
-            dense_rows(weight),
-            dense_rows(bias),
-            key,
-            y,
-            stream,
-            cols,
-            0 if branch is None else branch.stride(0),
-            residual.stride(0),
-            P=p,
-            BLOCK=block,
-            num_warps=max(1, block // 1024),
-        )
-    return y, stream, fill_stats(stats, residual if branch is None else stream, weight, bias, rows, stride, axis)
+            branch, residual, dense_rows(a.branch_bias), dense_rows(a.weight), dense_rows(a.bias), a.key, y, stream,
+            cols, 0 if branch is None else branch.stride(0), residual.stride(0),
+            P=a.p, BLOCK=block, num_warps=max(1, block // 1024),
+        )  # fmt: skip
+    return y, stream, fill_stats(stats, residual if branch is None else stream, a)
 
 
-def launch_affine_backward(
-    dy: Tensor | None,
-    dstream: Tensor | None,
-    stream: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    factor: Tensor | None,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> list[Tensor]:
-    inputs, sums = new_gradients(
-        stream, weight_dtype, bias_dtype, branch_bias_dtype, None if key is None else len(stream)
-    )
-    dy, dstream, stream, (num_rows, cols) = dense_rows(dy), dense_rows(dstream), dense_rows(stream), stream.shape
-    if num_rows == 0:
-        return inputs + [total.zero_() for total in sums]
-    block = next_power_of_2(cols)  # and warps, programs and stages as in ops/norm.py
-    num_warps = max(1, block // 512)
-    programs = min(num_rows, num_processors(stream.device) * max(1, 8 // num_warps))
-    partial = stream.new_empty(programs, len(sums), cols, dtype=torch.float32)
-    _affine_backward_kernel[(programs,)](
-        dy,
-        dstream,
-        stream,
-        stats if stats.numel() else None,
-        dense_rows(weight),
-        dense_rows(bias),
-        rows,
-        factor,
-        key,
-        inputs[0],
-        inputs[1] if len(inputs) == 2 else None,
-        partial,
-        num_rows,
-        cols,
-        0 if dy is None else dy.stride(0),
-        0 if dstream is None else dstream.stride(0),
-        stream.stride(0),
+def launch_affine_backward(a: Backward) -> list[Tensor]:
+    stats = a.stats if a.stats.numel() else None
+    return launch_backward(
+        _affine_backward_kernel, a, stats, dense_rows(a.weight), a.key, dense_rows(a.bias), a.rows, a.factor,
         EPSILON=EPS,
-        P=p,
-        DWEIGHT=weight_dtype is not None,
-        DBIAS=bias_dtype is not None,
-        DBRANCH_BIAS=branch_bias_dtype is not None,
-        BLOCK=block,
-        STAGES=3 if block * stream.element_size() <= 32768 else 1,
-        POST=post and dy is not None and dstream is not None,
-        num_warps=num_warps,
-    )
-    launch_sums(partial, sums)
-    return inputs + sums
+    )  # fmt: skip
 
 
-@define("add_affine", "cpu")
-def _add_affine(
-    branch: Tensor | None,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    factor: Tensor | None,
-    stride: int,
-    axis: str,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, stream, stats: see `new_outputs`"""
-    if INTERPRET:
-        return launch_add_affine(branch, residual, branch_bias, weight, bias, rows, factor, stride, axis, p, key, post)
-    y, stream, stats = new_outputs(branch, residual, rows, axis)
-    if branch is not None:
-        residual = stream.copy_(add_ref(branch, residual, branch_bias, p, key))
-    y.copy_(affine_ref(residual, weight, bias))
-    return y, stream, fill_stats(stats, residual, weight, bias, rows, stride, axis)
-
-
-_add_affine.register_kernel("cuda")(launch_add_affine)
-
-
-@_add_affine.register_fake
-def _(
-    branch: Tensor | None,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    factor: Tensor | None,
-    stride: int,
-    axis: str,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> tuple[Tensor, ...]:
-    return new_outputs(branch, residual, rows, axis)
-
-
-@define("affine_backward", "cpu")
-def _affine_backward(
-    dy: Tensor | None,
-    dstream: Tensor | None,
-    stream: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    factor: Tensor | None,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> list[Tensor]:
-    run = launch_affine_backward if INTERPRET else affine_backward_ref
-    pull, dtypes = (weight, bias, rows, factor), (weight_dtype, bias_dtype, branch_bias_dtype)
-    return run(dy, dstream, stream, stats, *pull, *dtypes, p, key, post)
-
-
-_affine_backward.register_kernel("cuda")(launch_affine_backward)
-
-
-@_affine_backward.register_fake
-def _(
-    dy: Tensor | None,
-    dstream: Tensor | None,
-    stream: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Tensor | None,
-    factor: Tensor | None,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-) -> list[Tensor]:
-    inputs, sums = new_gradients(
-        stream, weight_dtype, bias_dtype, branch_bias_dtype, None if key is None else len(stream)
-    )
-    return inputs + sums
+_add_affine = define("add_affine", add_affine_ref, launch_add_affine, fake=new_outputs)
+_affine_backward = define("affine_backward", affine_backward_ref, launch_affine_backward, fake=new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    branch, residual, branch_bias, weight, bias, rows, factor, _, _, ctx.p, key, ctx.post = inputs
-    _, stream, stats = output
-    ctx.save_for_backward(residual if branch is None else stream, stats, weight, bias, rows, factor, key)
-    ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias, branch_bias)]
-    ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
-    ctx.set_materialize_grads(False)  # a result that nobody used has gradient None, and costs nothing
+    a = Forward._make(inputs)
+    save(ctx, a, output, a.key is None, a.bias, a.rows, a.factor)
 
 
 def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if ctx.post and dy is None:
-        dy, dstream = dstream, None
-    if dy is None and dstream is None:
-        return (None,) * 12
-    *saved, key = ctx.saved_tensors
-    for_branch, _, for_branch_bias, for_weight, for_bias, *_ = ctx.needs_input_grad
-    wanted = (for_weight and dy is not None, for_bias and dy is not None, for_branch_bias)
-    dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
-    gradients = iter(_affine_backward(dy, dstream, *saved, *dtypes, ctx.p, key, ctx.post))
-    dresidual = next(gradients)
-    dbranch = dresidual if key is None else next(gradients)
-    dweight, dbias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
-    return dbranch if for_branch else None, dresidual, dbranch_bias, dweight, dbias, *(None,) * 7
+    return run_backward(ctx, _affine_backward, dy, dstream)
 
 
 _add_affine.register_autograd(_backward, setup_context=_save)
@@ -505,9 +317,9 @@ def add_affine(
     stride: int = 1,
     axis: str = "token",
 ) -> tuple[Tensor, Tensor]:
-    """y, the affine of stream = residual + dropout(branch + branch_bias), and what the next branch is added to: the
-    stream, or with `post` y. Both [T, C]. Without a branch the residual is the stream. `rows` and `factor`, both or
-    none: how strongly the backward pass pulls y towards mean 0 and variance 1."""
+    """Returns y, the affine of stream = residual + dropout(branch + branch_bias), and what the next branch is added to:
+    the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. `rows` and `factor`,
+    both or neither, say how strongly the backward pass pulls y towards mean 0 and variance 1."""
     check_width(residual, branch_bias, weight, bias)
     if (rows is None) != (factor is None) or (rows is not None and rows.shape != residual.shape[:1]):
         found = None if rows is None else list(rows.shape)
@@ -516,28 +328,9 @@ def add_affine(
         raise ValueError(f"add_affine takes an axis of {', '.join(AXES)}, not {axis!r}")
     if branch is None and branch_bias is not None:
         raise ValueError("add_affine takes a branch_bias only with a branch")
-    if branch is not None and (branch.shape != residual.shape or branch.dtype != residual.dtype):
-        raise ValueError(
-            "add_affine takes branch and residual of one shape and dtype, "
-            f"not {list(branch.shape)} {branch.dtype} and {list(residual.shape)} {residual.dtype}"
-        )
-    if not 0 <= p < 1 or (p > 0 and branch is not None and (key is None or key.shape != (2,))):
-        raise ValueError(f"add_affine takes 0 <= p < 1, and a key [2] with p > 0, not p = {p} and key = {key}")
+    check_sum("add_affine", branch, residual, p, key)
     key = key if p > 0 and branch is not None else None
-    y, stream, _ = _add_affine(
-        branch,
-        residual,
-        branch_bias,
-        weight,
-        bias,
-        rows,
-        factor,
-        stride,
-        axis,
-        p if key is not None else 0.0,
-        key,
-        post,
-    )
-    if branch is None:
-        return y, y if post else residual
-    return y, Again.apply(y, stream) if post else stream
+    p = p if key is not None else 0.0
+    pull = (rows, factor, stride, axis)
+    y, stream, _ = _add_affine(branch, residual, branch_bias, weight, bias, *pull, p, key, post)
+    return choose_results(branch, residual, y, stream, post)

@@ -1,6 +1,6 @@
 """Softmax attention inside each of many sequences that lie packed one after the other.
 
-    S = scale q k^T + bias          query i of a sequence sees its keys j; causal: those with j <= i
+    S = scale q k^T + bias          query i of a sequence sees its keys j; causal: its keys with j <= i
     P = softmax(S)                  a query without keys gives 0
     out = drop(P) v
 
@@ -34,18 +34,18 @@ same thread whether a tile is [queries, keys] or [keys, queries], so the compile
 tile of the latter kind each thread meets many queries but few keys: the words of the rows, which take four rounds, are
 kept. The probability is rounded down to a multiple of 2^-16.
 
-Products take their operands in the dtype of the inputs (P and dS are rounded to it) and add up in fp32, as does all
-else. Shapes: q and out [T, H, D]; k and v [T', K, D], H a multiple of K; offsets int32 [N + 1], sequence i being tokens
-offsets[i] to offsets[i + 1], which together are all tokens; bias [H, 2 R - 1], fp32, distance 0 in the middle; key [2],
-int64. Saved for backward: q, k, v, bias, out, and lse [H, T], fp32, in nats; with dropout, the words of the rows,
-[2, H, T].
+Products take their operands in the dtype of the inputs (P and dS are rounded to it) and add up in fp32; everything else
+is fp32. Shapes: q and out [T, H, D]; k and v [T', K, D], H a multiple of K; offsets int32 [N + 1], sequence i being
+tokens offsets[i] to offsets[i + 1], which together are all tokens; bias [H, 2 R - 1], fp32, distance 0 in the middle;
+key [2], int64. Saved for backward: q, k, v, bias, out, and lse [H, T], fp32, in nats; with dropout, the words of the
+rows, [2, H, T].
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,14 +55,47 @@ from stretto.ops.dropout import mix, mix_ref, row_words
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.op import define
 
-MOST_CHANNELS = 128  # of a head
-_MARGIN = 128  # the longest side of a tile
+MOST_CHANNELS = 128  # of one head
+_MARGIN = 128  # longest side of a tile
 _WORD = 0xFFFFFFFF
 _SPREAD = 0x9E3779B1  # odd, so that keys stay distinct; about 2^32 / golden ratio, so that neighbours lie far apart
 
 
+class Forward(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    q_offsets: Tensor
+    k_offsets: Tensor
+    q_max: int  # the most queries of a sequence
+    k_max: int
+    causal: bool
+    scale: float
+    p: float
+    key: Tensor | None
+
+
+class Backward(NamedTuple):
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    out: Tensor
+    lse: Tensor
+    words: Tensor
+    q_offsets: Tensor
+    k_offsets: Tensor
+    q_max: int
+    k_max: int
+    causal: bool
+    scale: float
+    p: float
+
+
 def words_ref(key: Tensor | None, token: Tensor, heads: int) -> Tensor:
-    """The words of all rows of the queries with these numbers [T], [2, H, T], as int32; none without a key."""
+    """The words [2, H, T], int32, of the queries with the numbers `token` [T]; no words without a key."""
     if key is None:
         return torch.empty(2, heads, 0, dtype=torch.int32)
     (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
@@ -80,7 +113,7 @@ def keep_ref(words: Tensor, col: Tensor, p: float) -> Tensor:
 
 
 def spread_bias(bias: Tensor, queries: int, keys: int) -> Tensor:
-    """[H, 2 R - 1], one number for each distance, as [H, queries, keys]."""
+    """The bias [H, 2 R - 1], one number for each distance, as a matrix [H, queries, keys]."""
     query, key = torch.arange(queries, device=bias.device)[:, None], torch.arange(keys, device=bias.device)
     return bias[:, key - query + bias.shape[1] // 2]
 
@@ -92,7 +125,7 @@ def _sequences(q_offsets: Tensor, k_offsets: Tensor) -> Iterator[tuple[slice, sl
 
 
 def _scores_ref(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """[H, queries, keys] of one sequence; -inf where a query does not see a key."""
+    """The scores [H, queries, keys] of one sequence; -inf where a query does not see a key."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = wide(q.transpose(0, 1) @ k.permute(1, 2, 0)) * scale
     if bias is not None:
@@ -102,71 +135,48 @@ def _scores_ref(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: 
 
 
 def _survival_ref(words: Tensor, scores: Tensor, p: float) -> Tensor | float:
-    """What drop() multiplies by, [H, queries, keys], for words [2, H, queries]."""
+    """The factors of drop(), [H, queries, keys], for words [2, H, queries]."""
     if p == 0.0:
         return 1.0
     return keep_ref(words, torch.arange(scores.shape[2], device=words.device), p).to(scores.dtype) / (1 - p)
 
 
-def attention_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    causal: bool,
-    scale: float,
-    p: float = 0.0,
-    key: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse and words: the definition of correct."""
-    words = words_ref(key, torch.arange(q.shape[0], device=q.device), q.shape[1]).to(q.device)
+def attention_ref(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, lse and words: the definition of correct."""
+    q, k, v = a.q, a.k, a.v
+    words = words_ref(a.key, torch.arange(q.shape[0], device=q.device), q.shape[1]).to(q.device)
     outs, sums = [q[:0]], [q.new_empty(q.shape[1], 0, dtype=wide_dtype(q.dtype))]
-    for rows, cols in _sequences(q_offsets, k_offsets):
-        scores = _scores_ref(q[rows], k[cols], bias, causal, scale)
-        probabilities = scores.softmax(-1) * _survival_ref(words[..., rows], scores, p)
+    for rows, cols in _sequences(a.q_offsets, a.k_offsets):
+        scores = _scores_ref(q[rows], k[cols], a.bias, a.causal, a.scale)
+        probabilities = scores.softmax(-1) * _survival_ref(words[..., rows], scores, a.p)
         values = v[cols].repeat_interleave(q.shape[1] // v.shape[1], dim=1).transpose(0, 1)
         outs.append((probabilities.to(q.dtype) @ values).transpose(0, 1))
         sums.append(scores.logsumexp(-1))
     return torch.cat(outs), torch.cat(sums, 1), words
 
 
-def attention_backward_ref(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    words: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    causal: bool,
-    scale: float,
-    p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The formulas above, sequence by sequence; dbias is empty without a bias."""
+def attention_backward_ref(a: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns dq, dk, dv and dbias, which is empty without a bias, by the formulas above, sequence by sequence."""
+    q, k, v, bias = a.q, a.k, a.v, a.bias
     dq, dk, dv, dbias = _new_gradients(q, k, v, bias)
     heads, kv_heads = q.shape[1], k.shape[1]
     dbias.zero_()
 
     def group(t: Tensor) -> Tensor:
-        """[keys, H, D] summed over the query heads of each key head."""
+        """Sums [keys, H, D] over the query heads of each key head."""
         return t.unflatten(1, (kv_heads, -1)).sum(2)
 
-    for rows, cols in _sequences(q_offsets, k_offsets):
-        scores = _scores_ref(q[rows], k[cols], bias, causal, scale)
-        probabilities = torch.exp(scores - lse[:, rows, None])
-        survival = _survival_ref(words[..., rows], scores, p)
+    for rows, cols in _sequences(a.q_offsets, a.k_offsets):
+        scores = _scores_ref(q[rows], k[cols], bias, a.causal, a.scale)
+        probabilities = torch.exp(scores - a.lse[:, rows, None])
+        survival = _survival_ref(a.words[..., rows], scores, a.p)
         keys, values = (wide(t[cols]).repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-        grad = wide(dout[rows])
+        grad = wide(a.dout[rows])
         dprobabilities = torch.einsum("qhd,khd->hqk", grad, values) * survival
         delta = (probabilities * dprobabilities).sum(-1, keepdim=True)
         dscores = probabilities * (dprobabilities - delta)
-        dq[rows] = (torch.einsum("hqk,khd->qhd", dscores, keys) * scale).to(q.dtype)
-        dk[cols] = (group(torch.einsum("hqk,qhd->khd", dscores, wide(q[rows]))) * scale).to(k.dtype)
+        dq[rows] = (torch.einsum("hqk,khd->qhd", dscores, keys) * a.scale).to(q.dtype)
+        dk[cols] = (group(torch.einsum("hqk,qhd->khd", dscores, wide(q[rows]))) * a.scale).to(k.dtype)
         dv[cols] = group(torch.einsum("hqk,qhd->khd", probabilities * survival, grad)).to(v.dtype)
         if bias is not None:
             places = torch.arange(bias.shape[1], device=bias.device).expand(heads, -1)
@@ -177,8 +187,8 @@ def attention_backward_ref(
 
 @jit
 def _survival(first, second, start, lane, P: tl.constexpr):
-    """What drop() multiplies by, for keys `start` (a multiple of 16) + `lane` and rows with these words, which
-    broadcast. A factor rather than a choice: the compiler would choose among values that it has already packed."""
+    """The factors of drop() for keys `start` (a multiple of 16) + `lane` and rows with these words, which broadcast. A
+    factor rather than a choice: the compiler would choose among values that it has already packed."""
     THRESHOLD: tl.constexpr = int(P * 65536) * 65536
     word = mix((((start + (lane & ~8)).to(tl.uint32) * 0x9E3779B1) ^ first) + second)
     survives = (word << (16 - (lane & 8) * 2).to(tl.uint32)) >= THRESHOLD  # an upper half is compared where it is
@@ -204,14 +214,14 @@ def _draw_words(words_ptr, key_ptr, token, head, tokens, H: tl.constexpr, mask):
 
 @jit
 def _bounds(offsets_ptr, sequence):
-    """Where a sequence begins, and its length."""
+    """Returns where a sequence begins, and its length."""
     begin = tl.load(offsets_ptr + sequence)
     return begin, tl.load(offsets_ptr + sequence + 1) - begin
 
 
 @jit
 def _find_tile(offsets_ptr, tile, sequences, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr):
-    """Which sequence a tile belongs to, and which of its tiles it is; perhaps one too many, beyond its end."""
+    """Returns the sequence that a tile belongs to, and the tile's number there, which may be one beyond its end."""
     i = tl.arange(0, SEQUENCES)
     first = tl.load(offsets_ptr + i, mask=i < sequences, other=0) // BLOCK + i
     sequence = tl.sum(((first <= tile) & (i < sequences)).to(tl.int32), 0) - 1
@@ -220,7 +230,7 @@ def _find_tile(offsets_ptr, tile, sequences, BLOCK: tl.constexpr, SEQUENCES: tl.
 
 @jit
 def _place(start, length, stride, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Where in a sequence the elements [ROWS, BLOCK_D] from row `start` on are, and which of them there are."""
+    """Returns the places in a sequence of the elements [ROWS, BLOCK_D] from row `start` on, and which of them exist."""
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_D)[None, :]
     mask = (row < length - start) & (col < D) if BLOCK_D != D else row < length - start
     return tl.cast(start, tl.int64) * stride + row * stride + col, mask
@@ -241,7 +251,7 @@ def _store_tile(ptr, tile, start, length, stride, D: tl.constexpr, ROWS: tl.cons
 
 @jit
 def _bias_rows(row, width):
-    """Where the bias of a query for key 0 is, in the table [4, width] of a head: see align_bias."""
+    """Returns the place of a query's bias for key 0 in the table [4, width] of a head: see align_bias."""
     before = width // 2 - row
     shift = -before & 3
     return tl.multiple_of((3 - shift) * width + before + shift, 4)
@@ -326,7 +336,7 @@ def _short_backward_tile(
     dout_stride, q_stride, H: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dq of the queries from `start` on; dk and dv with what they add."""
+    """Stores dq of the queries from `start` on, and returns dk and dv with the part of these queries added."""
     col = tl.arange(0, BLOCK_N)[:, None]
     row = start + tl.arange(0, BLOCK_M)
     q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
@@ -398,7 +408,7 @@ def _long_forward_tiles(
     width, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Along the keys from `begin` to `end`; MASKED: some of them may be hidden from some queries."""
+    """Goes along the keys from `begin` to `end`; MASKED: some of these keys may be hidden from some queries."""
     lane = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         col = (start + lane)[None, :]
@@ -438,7 +448,7 @@ def _long_attention_kernel(
     head = tl.program_id(0) % H
     sequence, number = _find_tile(q_offsets_ptr, tl.program_id(0) // H, sequences, BLOCK_M, SEQUENCES)
     q_begin, q_len = _bounds(q_offsets_ptr, sequence)
-    start = (tl.cdiv(q_len, BLOCK_M) - 1 - number) * BLOCK_M  # causal: those with most to do begin first
+    start = (tl.cdiv(q_len, BLOCK_M) - 1 - number) * BLOCK_M  # causal: tiles with most to do begin first
     if start >= 0:
         k_begin, k_len = _bounds(k_offsets_ptr, sequence)
         k_ptr += k_begin.to(tl.int64) * k_stride + head // GROUP * D
@@ -475,7 +485,7 @@ def _dscores(
     q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, width,
     CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile [queries, keys] whose keys are `start` + `lane`; lse2 is in units of log2."""
+    """Returns dS of a tile [queries, keys] whose keys are `start` + `lane`; lse2 is in units of log2."""
     col = (start + lane)[None, :]
     exponent = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse2[:, None]
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
@@ -561,8 +571,8 @@ def _long_dkv_tiles(
     begin, end, q_len, tokens, scale, q_stride, dout_stride, width, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Along the queries from `begin` to `end`. Keys beyond the end of the sequence need no mask: what they get is not
-    stored. Queries beyond it have dout = 0 and delta = 0, and add nothing."""
+    """Goes along the queries from `begin` to `end`. Keys beyond the end of the sequence need no mask: their gradients
+    are not stored. Queries beyond it have dout = 0 and delta = 0, and add nothing."""
     lane = tl.arange(0, BLOCK_N)[:, None]
     for start in range(begin, end, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
@@ -682,20 +692,20 @@ Tiles = dict[str, int]
 
 
 def is_short(q: Tensor, k_max: int) -> bool:
-    """Whether the keys of a sequence are one tile: as many as registers allow. Products in 32 bits do not use the
-    tensor cores: small tiles."""
+    """Whether the keys of a sequence fit into one tile, whose size the registers limit. Products in 32 bits do not use
+    the tensor cores, and take small tiles."""
     if q.dtype.itemsize > 2:
         return k_max <= 32
     return k_max <= (128 if q.shape[2] <= 64 else 64)
 
 
 def short_tiles(q: Tensor, q_max: int, k_max: int, group: int, sequences: int, p: float) -> tuple[Tiles, Tiles]:
-    """Of the forward and the backward kernel."""
+    """The tiles of the forward and of the backward kernel."""
     keys, longest, heads = max(16, next_power_of_2(k_max)), max(16, next_power_of_2(q_max)), q.shape[1]
     both: Tiles = {"BLOCK_N": keys, "BLOCK_D": max(16, next_power_of_2(q.shape[2]))}
     forward, backward = both | {"HEADS": 1}, both | {"BLOCK_M": min(64 if keys <= 64 else 32, longest)}
     forward["BLOCK_M"] = min(max(64, keys), longest)
-    if keys > 64:  # then there are two programs at a time on a processor; all should be, so that each reads ahead
+    if keys > 64:  # then two programs fit a processor at a time; with one for each place, every program reads ahead
         fits = [
             n for n in range(1, heads + 1) if heads % n == 0 and sequences * heads <= 2 * n * num_processors(q.device)
         ]
@@ -711,7 +721,7 @@ def short_tiles(q: Tensor, q_max: int, k_max: int, group: int, sequences: int, p
 
 
 def long_tiles(q: Tensor, q_max: int) -> tuple[Tiles, Tiles, Tiles]:
-    """Of the forward kernel, that for dq, and that for dk and dv."""
+    """The tiles of the forward kernel, of the kernel for dq, and of the kernel for dk and dv."""
     block = max(16, next_power_of_2(q.shape[2]))
     if q.dtype.itemsize > 2:
         tile: Tiles = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_D": block, "num_warps": 4, "num_stages": 1}
@@ -723,39 +733,29 @@ def long_tiles(q: Tensor, q_max: int) -> tuple[Tiles, Tiles, Tiles]:
 
 
 def _dense_heads(t: Tensor) -> Tensor:
-    """The kernels go from token to token in any stride, but through its heads one by one."""
+    """Returns t with dense heads: the kernels take any stride from token to token, but none inside of a token."""
     return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
 
 
-def launch_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    q_max: int,
-    k_max: int,
-    causal: bool,
-    scale: float,
-    p: float,
-    key: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    (tokens, heads, size), sequences = q.shape, q_offsets.shape[0] - 1
+def launch_attention(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    if INTERPRET and a.q.dtype == torch.bfloat16:  # the interpreter takes the bits of bf16 factors for integers
+        return attention_ref(a)
+    q, k, v, p, key = a.q, a.k, a.v, a.p, a.key
+    (tokens, heads, size), sequences = q.shape, a.q_offsets.shape[0] - 1
     out, lse, words = _new_outputs(q, key)
     if out.numel():
         q, k, v = (_dense_heads(t) for t in (q, k, v))
         written = (out, lse, None if key is None else words, key)
         strides = (q.stride(0), k.stride(0), v.stride(0))
-        layout = (q_offsets, k_offsets, tokens, scale * math.log2(math.e), *strides)
-        kind = {"H": heads, "GROUP": heads // k.shape[1], "D": size, "CAUSAL": causal, "P": p}
-        if bias is None and is_short(q, k_max):
-            tile, _ = short_tiles(q, q_max, k_max, heads // k.shape[1], sequences, p)
+        layout = (a.q_offsets, a.k_offsets, tokens, a.scale * math.log2(math.e), *strides)
+        kind = {"H": heads, "GROUP": heads // k.shape[1], "D": size, "CAUSAL": a.causal, "P": p}
+        if a.bias is None and is_short(q, a.k_max):
+            tile, _ = short_tiles(q, a.q_max, a.k_max, heads // k.shape[1], sequences, p)
             _short_attention_kernel[(sequences * heads // tile["HEADS"],)](q, k, v, *written, *layout, **kind, **tile)
         else:
-            tile, _, _ = long_tiles(q, q_max)
+            tile, _, _ = long_tiles(q, a.q_max)
             tiles = tokens // tile["BLOCK_M"] + sequences
-            aligned, width = align_bias(bias)
+            aligned, width = align_bias(a.bias)
             _long_attention_kernel[(heads * tiles,)](
                 q, k, v, aligned, *written, *layout, width, sequences,
                 SEQUENCES=next_power_of_2(sequences), **kind, **tile,
@@ -763,44 +763,31 @@ def launch_attention(
     return out, lse, words
 
 
-def launch_attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    words: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    q_max: int,
-    k_max: int,
-    causal: bool,
-    scale: float,
-    p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (tokens, heads, size), kv_heads, sequences = q.shape, k.shape[1], q_offsets.shape[0] - 1
+def launch_attention_backward(a: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if INTERPRET and a.q.dtype == torch.bfloat16:
+        return attention_backward_ref(a)
+    dout, q, k, v, bias, p = a.dout, a.q, a.k, a.v, a.bias, a.p
+    (tokens, heads, size), kv_heads, sequences = q.shape, k.shape[1], a.q_offsets.shape[0] - 1
     dq, dk, dv, dbias = _new_gradients(q, k, v, bias)
     if not dq.numel() and not dk.numel():
         return dq, dk, dv, dbias.zero_()
     dout, q, k, v = (_dense_heads(t) for t in (dout, q, k, v))
-    kept = (lse, words if p > 0.0 else None)
+    kept = (a.lse, a.words if p > 0.0 else None)
     strides = (dout.stride(0), q.stride(0), k.stride(0), v.stride(0))
-    layout = (q_offsets, k_offsets, tokens, scale * math.log2(math.e), *strides)
-    kind = {"H": heads, "GROUP": heads // kv_heads, "D": size, "CAUSAL": causal, "P": p}
-    if bias is None and is_short(q, k_max):
-        _, tile = short_tiles(q, q_max, k_max, heads // kv_heads, sequences, p)
+    layout = (a.q_offsets, a.k_offsets, tokens, a.scale * math.log2(math.e), *strides)
+    kind = {"H": heads, "GROUP": heads // kv_heads, "D": size, "CAUSAL": a.causal, "P": p}
+    if bias is None and is_short(q, a.k_max):
+        _, tile = short_tiles(q, a.q_max, a.k_max, heads // kv_heads, sequences, p)
         grid = (sequences * kv_heads,)
         _short_attention_backward_kernel[grid](dout, q, k, v, *kept, dq, dk, dv, *layout, **kind, **tile)
         return dq, dk, dv, dbias
-    _, dq_tile, dkv_tile = long_tiles(q, q_max)
+    _, dq_tile, dkv_tile = long_tiles(q, a.q_max)
     aligned, width = align_bias(bias)
-    delta, kind = torch.empty_like(lse), kind | {"SEQUENCES": next_power_of_2(sequences)}
+    delta, kind = torch.empty_like(a.lse), kind | {"SEQUENCES": next_power_of_2(sequences)}
     if dq.numel():
         tiles = tokens // dq_tile["BLOCK_M"] + sequences
         _long_attention_dq_kernel[(heads * tiles,)](
-            dout, q, k, v, aligned, out, *kept, delta, dq, *layout, width, sequences, **kind, **dq_tile
+            dout, q, k, v, aligned, a.out, *kept, delta, dq, *layout, width, sequences, **kind, **dq_tile
         )
     tiles = k.shape[0] // dkv_tile["BLOCK_N"] + sequences
     _long_attention_dkv_kernel[(kv_heads * tiles,)](
@@ -809,7 +796,7 @@ def launch_attention_backward(
     if bias is not None:
         del kind["SEQUENCES"]
         block = 32 if q.dtype.itemsize > 2 else 64
-        q_tiles, k_tiles, shares = cdiv(q_max, block), cdiv(k_max, block), min(sequences, 8)
+        q_tiles, k_tiles, shares = cdiv(a.q_max, block), cdiv(a.k_max, block), min(sequences, 8)
         sums = q.new_empty(q_tiles + k_tiles - 1, heads, shares, block, block, dtype=torch.float32)
         _attention_dbias_kernel[(sums.numel() // block**2,)](
             dout, q, k, v, aligned, *kept, delta, sums, *layout, width, sequences, q_tiles - 1,
@@ -820,8 +807,9 @@ def launch_attention_backward(
 
 
 def sum_diagonals(tiles: Tensor, before: int, size: int) -> Tensor:
-    """[H, size], the sum over each distance, of [H, diagonals, B, B], whose first diagonal is that of the last of
-    `before` tiles of queries and the first of keys. Rows are moved by one place each, so that diagonals are columns."""
+    """Returns the sums over each distance, [H, size], of tiles [H, diagonals, B, B], the first of which belongs to the
+    first tile of keys and the last of `before` tiles of queries. Inside a tile each row is moved by one place more than
+    the row before, which makes diagonals columns."""
     block = tiles.shape[3]
     wide_rows = F.pad(tiles.flip(2), (0, block)).flatten(2)[..., : block * (2 * block - 1)]
     columns = wide_rows.unflatten(2, (block, 2 * block - 1)).sum(2)  # from distance 1 - B to B - 1 of each
@@ -832,9 +820,10 @@ def sum_diagonals(tiles: Tensor, before: int, size: int) -> Tensor:
 
 
 def align_bias(bias: Tensor | None) -> tuple[Tensor | None, int]:
-    """A bias [H, 2 R - 1] as the kernels read it: [H, 4, width], distance 0 in the middle, and the width. The numbers
-    of a query for four keys in a row are neighbours, but begin anywhere; of four copies, moved by one place each, one
-    has them where they can be read at once. In units of log2, as scores are, and 0 where tiles go beyond sequences."""
+    """Returns a bias [H, 2 R - 1] as the kernels read it, [H, 4, width], distance 0 in the middle, and the width. The
+    numbers of a query for four keys in a row are neighbours, but may begin at any place; of four copies, each moved by
+    one place, one has these numbers at a multiple of four, where one load reads them. The bias is in units of log2, as
+    scores are, and 0 where tiles go beyond sequences."""
     if bias is None:
         return None, 0
     width = cdiv(bias.shape[1] + 2 * _MARGIN + 4, 16) * 16
@@ -854,66 +843,10 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tupl
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-@define("attention", "cpu")
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    q_max: int,
-    k_max: int,
-    causal: bool,
-    scale: float,
-    p: float,
-    key: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, words"""
-    if INTERPRET and q.dtype != torch.bfloat16:  # which the interpreter multiplies as if it were integers
-        return launch_attention(q, k, v, bias, q_offsets, k_offsets, q_max, k_max, causal, scale, p, key)
-    return attention_ref(q, k, v, bias, q_offsets, k_offsets, causal, scale, p, key)
-
-
-_attention.register_kernel("cuda")(launch_attention)
-
-
-@_attention.register_fake
-def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _new_outputs(q, others[-1])
-
-
-@define("attention_backward", "cpu")
-def _attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    words: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    q_max: int,
-    k_max: int,
-    causal: bool,
-    scale: float,
-    p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dbias"""
-    kept = (dout, q, k, v, bias, out, lse, words, q_offsets, k_offsets)
-    if INTERPRET and q.dtype != torch.bfloat16:
-        return launch_attention_backward(*kept, q_max, k_max, causal, scale, p)
-    return attention_backward_ref(*kept, causal, scale, p)
-
-
-_attention_backward.register_kernel("cuda")(launch_attention_backward)
-
-
-@_attention_backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    return _new_gradients(q, k, v, bias)
+_attention = define("attention", attention_ref, launch_attention, fake=_new_outputs)
+_attention_backward = define(
+    "attention_backward", attention_backward_ref, launch_attention_backward, fake=_new_gradients
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -947,10 +880,11 @@ def attention(
     p: float = 0.0,
     key: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, D], k and v [T', K, D] to [T, H, D]: the queries of each sequence attend to its keys. Sequence i is
-    tokens offsets[i] to offsets[i + 1], at most q_max and k_max of them; all tokens belong to one. Scores are
-    multiplied by `scale` (1 / sqrt(D)); bias [H, 2 R - 1], if there is one, is added to them by distance of key and
-    query, below R. With p > 0 probabilities are dropped by `key`, see dropout.py."""
+    """Returns [T, H, D], for q [T, H, D] and k and v [T', K, D]: the queries of each sequence attend to its keys.
+    Sequence i has the tokens from offsets[i] to offsets[i + 1], at most q_max queries and k_max keys; every token
+    belongs to a sequence. Scores are multiplied by `scale` (1 / sqrt(D)); then bias [H, 2 R - 1], if it is given, is
+    added by the distance of key and query, which is below R. With p > 0 probabilities are dropped by `key`, see
+    dropout.py."""
     (_, heads, size), kv_heads = q.shape, k.shape[1]
     if k.shape != v.shape or k.shape[2] != size or heads % kv_heads or size > MOST_CHANNELS:
         raise ValueError(

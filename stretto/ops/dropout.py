@@ -3,7 +3,7 @@
 Whether element (row, column) survives is a pure function of (key, row, column). A model draws one key per place where
 it drops, once per forward pass, from torch's generator, which the trainer seeds by (seed, micro-batch): so a mask
 depends on (seed, step, layer, position) and on nothing that ran before. Kernels compute the mask where they need it,
-in both directions; all that fuse dropout use the functions of this file.
+in both directions; all kernels that drop use the functions of this file.
 
     y = x / (1 - p) where hash(key, row, column) >= p * 2^32, else 0
 
@@ -11,7 +11,8 @@ The hash mixes 32-bit words with two multiplications a round (a xorshift-multipl
 Key and row give two words, once per row; each element then costs two rounds, about 16 integer instructions. A Philox
 word costs ten rounds of four multiplications, more than the arithmetic of any kernel it would be fused into.
 
-Where x is a part of something larger, `rows` says which of its rows are here: they are dropped as they would be there.
+Where x has some rows of a larger matrix, `rows` has their numbers there: the elements of x are dropped as they would be
+in the larger matrix.
 
 Shapes: x [R, C], R and C below 2^31; key [2], int64; rows [R], int64. Saved for backward: key and rows.
 """
@@ -23,23 +24,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, tl
+from stretto.ops.language import cdiv, dense_rows, jit, tl
 from stretto.ops.op import define
 
 _WORD = 0xFFFFFFFF
 
 
-@define("draw_keys", tags=[torch.Tag.nondeterministic_seeded])
-def draw_keys(like: Tensor, count: int) -> Tensor:
-    """New keys [count, 2], int64, from torch's generator of the device of `like`. An op of its own, so that compiled
-    code draws the same keys as eager code. A compiler may merge two calls with equal arguments: `like` should be a
-    tensor that no other call in the same graph has, such as the input of the module that drops."""
+def _draw_keys(like: Tensor, count: int) -> Tensor:
+    """New keys [count, 2], int64, from torch's generator of the device of `like`. This is an op, so that compiled code
+    draws the same keys as eager code. A compiler may merge two calls with equal arguments: `like` should be a tensor
+    that no other call in the same graph has, such as the input of the module that drops."""
     return torch.randint(-(2**63), 2**63 - 1, (count, 2), dtype=torch.int64, device=like.device)
 
 
-@draw_keys.register_fake
-def _(like: Tensor, count: int) -> Tensor:
+def _new_keys(like: Tensor, count: int) -> Tensor:
     return torch.empty(count, 2, dtype=torch.int64, device=like.device)
+
+
+draw_keys = define("draw_keys", _draw_keys, fake=_new_keys, tags=[torch.Tag.nondeterministic_seeded])
 
 
 def mix_ref(x: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ def hash_ref(key: Tensor, row: Tensor, col: Tensor) -> Tensor:
 
 
 def keep_ref(key: Tensor, rows: int | Tensor, cols: int, p: float) -> Tensor:
-    """The mask [rows, cols], for the first rows or for these: True where an element survives."""
+    """The mask [rows, cols], True where an element survives. `rows` is a number of rows or the numbers of the rows."""
     row = torch.arange(rows, device=key.device) if isinstance(rows, int) else rows
     return hash_ref(key, row[:, None], torch.arange(cols, device=key.device)[None]) >= int(p * 2**32)
 
@@ -71,7 +73,7 @@ def dropout_ref(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) ->
 
 @jit
 def mix(x):
-    """mix_ref on uint32."""
+    """Computes mix_ref on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -81,7 +83,7 @@ def mix(x):
 
 @jit
 def row_words(key_ptr, row):
-    """The two words of a row, or of a block of rows: what `keeps` needs."""
+    """The two words of a row, or of a block of rows, which `keeps` needs."""
     low = tl.load(key_ptr).to(tl.uint64, bitcast=True)
     high = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
     row = row.to(tl.uint32)
@@ -92,7 +94,7 @@ def row_words(key_ptr, row):
 
 @jit
 def keeps(first, second, col, P: tl.constexpr):
-    """hash_ref >= p * 2^32; `first` and `second` broadcast against the columns."""
+    """Returns hash_ref >= p * 2^32; `first` and `second` broadcast against the columns."""
     threshold: tl.constexpr = int(P * 4294967296)
     return mix(mix(col.to(tl.uint32) ^ first) + second) >= threshold
 
@@ -117,17 +119,7 @@ def launch_dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Ten
     return y
 
 
-@define("dropout", "cpu")
-def _dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Tensor:
-    return launch_dropout(x, p, key, rows) if INTERPRET else dropout_ref(x, p, key, rows)
-
-
-_dropout.register_kernel("cuda")(launch_dropout)
-
-
-@_dropout.register_fake
-def _(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape)
+_dropout = define("dropout", dropout_ref, launch_dropout, fake=lambda x: x.new_empty(x.shape))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -136,15 +128,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-    return _dropout(dy, ctx.p, *ctx.saved_tensors), None, None, None  # linear: its own backward
+    return _dropout(dy, ctx.p, *ctx.saved_tensors), None, None, None  # dropout is linear: the same mask and factor
 
 
 _dropout.register_autograd(_backward, setup_context=_save)
 
 
 def dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) -> Tensor:
-    """x [R, C] with each element dropped with probability p, the others scaled by 1 / (1 - p). `rows` [R] are the
-    numbers of its rows, if not 0, 1, 2, ..."""
+    """Returns x [R, C] with each element dropped with probability p, the others scaled by 1 / (1 - p). `rows` [R] has
+    the numbers of the rows, if they are not 0, 1, 2, ..."""
     if x.ndim != 2 or key.shape != (2,):
         raise ValueError(f"dropout takes [rows, columns] and a key [2], not {list(x.shape)} and {list(key.shape)}")
     if rows is not None and rows.shape != x.shape[:1]:

@@ -36,68 +36,89 @@ Saved for backward: the arguments; nothing of size [T, C].
 from __future__ import annotations
 
 from math import isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.dropout import dropout, dropout_ref, keeps, row_words
-from stretto.ops.language import INTERPRET, cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.norm import norm_ref, normalized_ref, stats_ref
 from stretto.ops.op import define
 from stretto.ops.sums import launch_sums
 
-# What is looked up: ids, token, positions, position, types, token_type. Without a table its ids are None too; without
-# types every token is of type 0.
-Lookups = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+class Forward(NamedTuple):
+    """The arguments. Without a table its ids are None too; without types every token is of type 0."""
+
+    ids: Tensor
+    token: Tensor
+    positions: Tensor | None
+    position: Tensor | None
+    types: Tensor | None
+    token_type: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    key: Tensor | None
+    scale: float
+    eps: float
+    rms: bool
+    p: float
+    dtype: torch.dtype
 
 
-def sum_rows_ref(lookups: Lookups, scale: float) -> Tensor:
-    """x, in fp32 or fp64"""
-    ids, token, positions, position, types, token_type = lookups
-    x = wide(F.embedding(ids, token)) * scale
-    if positions is not None and position is not None:
-        x = x + F.embedding(positions, position)
-    if token_type is not None:
-        x = x + (token_type[0] if types is None else F.embedding(types, token_type))
+class Backward(NamedTuple):
+    """The arguments of the way back through dropout and norm."""
+
+    dy: Tensor
+    ids: Tensor
+    token: Tensor
+    positions: Tensor | None
+    position: Tensor | None
+    types: Tensor | None
+    token_type: Tensor | None
+    weight: Tensor
+    key: Tensor | None
+    scale: float
+    eps: float
+    rms: bool
+    p: float
+
+
+def sum_rows_ref(a: Forward | Backward) -> Tensor:
+    """Returns x, in fp32 or fp64."""
+    x = wide(F.embedding(a.ids, a.token)) * a.scale
+    if a.positions is not None and a.position is not None:
+        x = x + F.embedding(a.positions, a.position)
+    if a.token_type is not None:
+        x = x + (a.token_type[0] if a.types is None else F.embedding(a.types, a.token_type))
     return x
 
 
-def embed_ref(
-    lookups: Lookups,
-    scale: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+def embed_ref(a: Forward) -> Tensor:
     """The definition of correct."""
-    x = sum_rows_ref(lookups, scale)
-    if weight is not None:
-        x = norm_ref(x, weight, bias, eps, rms)
-    return (x if key is None else dropout_ref(x, p, key)).to(dtype)
+    check_ranges(a)
+    x = sum_rows_ref(a)
+    if a.weight is not None:
+        x = norm_ref(x, a.weight, a.bias, a.eps, a.rms)
+    return (x if a.key is None else dropout_ref(x, a.p, a.key)).to(a.dtype)
 
 
-def embed_backward_ref(
-    dy: Tensor, lookups: Lookups, scale: float, weight: Tensor, eps: float, rms: bool, p: float, key: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """dx, and dweight and dbias as one tensor [2, C]"""
-    dtype, dy = dy.dtype, wide(dy) if key is None else dropout_ref(wide(dy), p, key)  # linear: its own backward
-    x = sum_rows_ref(lookups, scale)
-    stats = stats_ref(x, eps, rms)
-    xhat, g = normalized_ref(x, stats), dy * weight
+def embed_backward_ref(a: Backward) -> tuple[Tensor, Tensor]:
+    """Returns dx, and dweight and dbias as one tensor [2, C]."""
+    dy = wide(a.dy) if a.key is None else dropout_ref(wide(a.dy), a.p, a.key)  # dropout is linear: the same mask
+    x = sum_rows_ref(a)
+    stats = stats_ref(x, a.eps, a.rms)
+    xhat, g = normalized_ref(x, stats), dy * a.weight
     dx = g - xhat * (g * xhat).mean(1, keepdim=True)
-    if not rms:
+    if not a.rms:
         dx = dx - g.mean(1, keepdim=True)
-    return (dx * stats[0][:, None]).to(dtype), torch.stack([(dy * xhat).sum(0), dy.sum(0)])
+    return (dx * stats[0][:, None]).to(a.dy.dtype), torch.stack([(dy * xhat).sum(0), dy.sum(0)])
 
 
 def add_by_id_ref(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """[num_rows, C]: row i is scale * the sum of the rows of dx whose id is i."""
+    """Returns [num_rows, C], whose row i is scale * the sum of the rows of dx with the id i."""
     dx = wide(dx)
     return (dx.new_zeros(num_rows, dx.shape[1]).index_add(0, ids, dx) * scale).to(dtype)
 
@@ -113,7 +134,7 @@ def _look_up(ids_ptr, table_ptr, row, col, rows, cols):
 def _sum_rows(
     ids_ptr, token_ptr, positions_ptr, position_ptr, types_ptr, token_type_ptr, row, col, rows, cols, scale
 ):  # fmt: skip
-    """x of a block of rows"""
+    """Returns x of a block of rows."""
     x = _look_up(ids_ptr, token_ptr, row, col, rows, cols) * scale
     if position_ptr is not None:
         x += _look_up(positions_ptr, position_ptr, row, col, rows, cols)
@@ -127,7 +148,7 @@ def _sum_rows(
 
 @jit
 def _normalize(x, col, cols, eps, RMS: tl.constexpr):
-    """xhat and rstd"""
+    """Returns xhat and rstd."""
     if not RMS:
         x = tl.where((col < cols)[None, :], x - tl.sum(x, 1)[:, None] / cols, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / cols + eps)
@@ -142,25 +163,9 @@ def _drop(x, key_ptr, row, col, P: tl.constexpr):
 
 @jit
 def _embed_kernel(
-    ids_ptr,
-    token_ptr,
-    positions_ptr,
-    position_ptr,
-    types_ptr,
-    token_type_ptr,
-    weight_ptr,
-    bias_ptr,
-    key_ptr,
-    y_ptr,
-    rows,
-    cols,
-    scale,
-    eps,
-    RMS: tl.constexpr,
-    P: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, token_ptr, positions_ptr, position_ptr, types_ptr, token_type_ptr, weight_ptr, bias_ptr, key_ptr, y_ptr,
+    rows, cols, scale, eps, RMS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
@@ -179,27 +184,10 @@ def _embed_kernel(
 
 @jit
 def _embed_backward_kernel(
-    dy_ptr,
-    ids_ptr,
-    token_ptr,
-    positions_ptr,
-    position_ptr,
-    types_ptr,
-    token_type_ptr,
-    weight_ptr,
-    key_ptr,
-    dx_ptr,
+    dy_ptr, ids_ptr, token_ptr, positions_ptr, position_ptr, types_ptr, token_type_ptr, weight_ptr, key_ptr, dx_ptr,
     sums_ptr,  # [programs, 2, cols]
-    rows,
-    cols,
-    dy_stride,
-    scale,
-    eps,
-    RMS: tl.constexpr,
-    P: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, cols, dy_stride, scale, eps, RMS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     col = tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -230,18 +218,11 @@ def _embed_backward_kernel(
 @jit
 def _add_pieces_kernel(
     dx_ptr,
-    order_ptr,  # [rows]: which row of dx comes where in the sorted order
+    order_ptr,  # [rows]: the row of dx at each place of the sorted order
     ids_ptr,  # [rows], sorted
-    table_ptr,
-    partials_ptr,
-    rows,
-    cols,
-    dx_stride,
-    scale,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    table_ptr, partials_ptr, rows, cols, dx_stride, scale,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program for each place of the sorted order: it works if a piece begins there."""
     start = tl.program_id(0)
     run = tl.load(ids_ptr + start)
@@ -271,17 +252,9 @@ def _add_pieces_kernel(
 
 @jit
 def _join_pieces_kernel(
-    ids_ptr,
-    table_ptr,
-    partials_ptr,
-    rows,
-    cols,
-    scale,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ids_ptr, table_ptr, partials_ptr, rows, cols, scale,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program for each chunk but the last: it works if a run begins there that goes on in the next chunk."""
     chunk = tl.program_id(0)
     run = tl.load(ids_ptr + (chunk + 1) * CHUNK)
@@ -304,7 +277,7 @@ def _join_pieces_kernel(
 
 
 def _tile(cols: int) -> dict[str, int]:
-    """Whole rows, 2,048 elements or one row: 16 elements a thread."""
+    """A tile has whole rows, 2,048 elements or one row: 16 elements a thread."""
     block = next_power_of_2(cols)
     rows = max(1, min(2048 // block, 16))
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(rows * block // 512, 16))}
@@ -314,43 +287,39 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if t is None else t.contiguous() for t in tensors]
 
 
-def launch_embed(
-    lookups: Lookups,
-    scale: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    rows, cols = lookups[0].shape[0], lookups[1].shape[1]
-    y = lookups[1].new_empty(rows, cols, dtype=dtype)
+def launch_embed(a: Forward) -> Tensor:
+    if not a.ids.is_cuda:
+        check_ranges(a)
+    y = _new_y(a.ids, a.token, a.dtype)
+    rows, cols = y.shape
     if y.numel():
-        tile, inputs = _tile(cols), _contiguous(*lookups, weight, bias, key)
-        _embed_kernel[(cdiv(rows, tile["ROWS"]),)](*inputs, y, rows, cols, scale, eps, RMS=rms, P=p, **tile)
+        tile, inputs = _tile(cols), _contiguous(*a[:9])  # the tensors, in the order of the kernel
+        _embed_kernel[(cdiv(rows, tile["ROWS"]),)](*inputs, y, rows, cols, a.scale, a.eps, RMS=a.rms, P=a.p, **tile)
     return y
 
 
-def launch_embed_backward(
-    dy: Tensor, lookups: Lookups, scale: float, weight: Tensor, eps: float, rms: bool, p: float, key: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    rows, cols = dy.shape
-    dy, tile = dense_rows(dy), _tile(cols)
+def _new_y(ids: Tensor, token: Tensor, dtype: torch.dtype) -> Tensor:
+    return token.new_empty(ids.shape[0], token.shape[1], dtype=dtype)
+
+
+def launch_embed_backward(a: Backward) -> tuple[Tensor, Tensor]:
+    rows, cols = a.dy.shape
+    dy, tile = dense_rows(a.dy), _tile(cols)
     # 16 warps fill a processor: then a thread may use 128 registers, and every program is resident.
     resident = num_processors(dy.device) * max(1, 16 // tile["num_warps"])
     programs = min(cdiv(rows, tile["ROWS"]), resident)
-    dx = dy.new_empty(rows, cols)
+    dx, sums = _new_gradients(dy)
     partial = dy.new_empty(programs, 2, cols, dtype=torch.float32)
-    sums = dy.new_empty(2, cols, dtype=torch.float32)
     if dx.numel():
-        inputs = _contiguous(*lookups, weight, key)
         _embed_backward_kernel[(programs,)](
-            dy, *inputs, dx, partial, rows, cols, dy.stride(0), scale, eps, RMS=rms, P=p, **tile
-        )  # fmt: skip
+            dy, *_contiguous(*a[1:9]), dx, partial, rows, cols, dy.stride(0), a.scale, a.eps, RMS=a.rms, P=a.p, **tile
+        )
     launch_sums(partial, sums.unbind())
     return dx, sums
+
+
+def _new_gradients(dy: Tensor) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(dy.shape), dy.new_empty(2, dy.shape[1], dtype=wide_dtype(dy.dtype))
 
 
 def launch_add_by_id(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -377,29 +346,11 @@ def launch_add_by_id(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype
     return table
 
 
-@define("embed", "cpu")
-def _embed(
-    ids: Tensor,
-    token: Tensor,
-    positions: Tensor | None,
-    position: Tensor | None,
-    types: Tensor | None,
-    token_type: Tensor | None,
-    scale: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    _check_range("ids", ids, token)
-    _check_range("positions", positions, position)
-    _check_range("types", types, token_type)
-    lookups = (ids, token, positions, position, types, token_type)
-    body = launch_embed if INTERPRET else embed_ref
-    return body(lookups, scale, weight, bias, eps, rms, p, key, dtype)
+def check_ranges(a: Forward) -> None:
+    """Raises an IndexError if an id is not in its table; a GPU would have to wait for this."""
+    _check_range("ids", a.ids, a.token)
+    _check_range("positions", a.positions, a.position)
+    _check_range("types", a.types, a.token_type)
 
 
 def _check_range(name: str, ids: Tensor | None, table: Tensor | None) -> None:
@@ -409,71 +360,26 @@ def _check_range(name: str, ids: Tensor | None, table: Tensor | None) -> None:
             raise IndexError(f"{name} go from {low} to {high}, but their table has rows 0 to {len(table) - 1} only")
 
 
-@_embed.register_kernel("cuda")
-def _(*args: Any) -> Tensor:
-    return launch_embed(args[:6], *args[6:])
-
-
-@_embed.register_fake
-def _(ids: Tensor, token: Tensor, *others: Any) -> Tensor:
-    return token.new_empty(ids.shape[0], token.shape[1], dtype=others[-1])
-
-
-@define("embed_backward", "cpu")
-def _embed_backward(
-    dy: Tensor,
-    ids: Tensor,
-    token: Tensor,
-    positions: Tensor | None,
-    position: Tensor | None,
-    types: Tensor | None,
-    token_type: Tensor | None,
-    scale: float,
-    weight: Tensor,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    lookups = (ids, token, positions, position, types, token_type)
-    body = launch_embed_backward if INTERPRET else embed_backward_ref
-    return body(dy, lookups, scale, weight, eps, rms, p, key)
-
-
-@_embed_backward.register_kernel("cuda")
-def _(dy: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return launch_embed_backward(dy, args[:6], *args[6:])
-
-
-@_embed_backward.register_fake
-def _(dy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    sums = dy.new_empty(2, dy.shape[1], dtype=wide_dtype(dy.dtype))
-    return dy.new_empty(dy.shape), sums
-
-
-@define("add_by_id", "cpu")
-def _add_by_id(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype: torch.dtype) -> Tensor:
-    return (launch_add_by_id if INTERPRET else add_by_id_ref)(dx, ids, num_rows, scale, dtype)
-
-
-_add_by_id.register_kernel("cuda")(launch_add_by_id)
-
-
-@_add_by_id.register_fake
-def _(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype: torch.dtype) -> Tensor:
-    return dx.new_empty(num_rows, dx.shape[1], dtype=dtype)
+_embed = define("embed", embed_ref, launch_embed, fake=_new_y)
+_embed_backward = define("embed_backward", embed_backward_ref, launch_embed_backward, fake=_new_gradients)
+_add_by_id = define(
+    "add_by_id",
+    add_by_id_ref,
+    launch_add_by_id,
+    fake=lambda dx, num_rows, dtype: dx.new_empty(num_rows, dx.shape[1], dtype=dtype),
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *lookups, ctx.scale, weight, bias, ctx.eps, ctx.rms, ctx.p, key, _ = inputs
-    ctx.save_for_backward(*lookups, weight, bias, key)
+    *tensors, ctx.scale, ctx.eps, ctx.rms, ctx.p, _ = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     *lookups, weight, bias, key = ctx.saved_tensors
     dweight = dbias = None
     if weight is not None:
-        dx, sums = _embed_backward(dy, *lookups, ctx.scale, weight, ctx.eps, ctx.rms, ctx.p, key)
+        dx, sums = _embed_backward(dy, *lookups, weight, key, ctx.scale, ctx.eps, ctx.rms, ctx.p)
         dweight, dbias = sums[0].to(weight.dtype), None if bias is None else sums[1].to(bias.dtype)
     else:
         dx = dy if key is None else dropout(dy, ctx.p, key)
@@ -483,7 +389,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         else None
         for i in (0, 2, 4)
     ]
-    return None, tables[0], None, tables[1], None, tables[2], None, dweight, dbias, None, None, None, None, None
+    return None, tables[0], None, tables[1], None, tables[2], dweight, dbias, *(None,) * 6
 
 
 def _table_gradient(dx: Tensor, ids: Tensor | None, table: Tensor, scale: float) -> Tensor:
@@ -513,10 +419,11 @@ def embed(
     key: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """dropout(norm(scale * token[ids] + position[positions] + token_type[types])), [T, C], in `dtype` (the tables').
+    """Returns dropout(norm(scale * token[ids] + position[positions] + token_type[types])), [T, C], in `dtype`, or in
+    the dtype of the tables.
 
-    Without `types` every token is of type 0. There is a norm where there is a norm_weight: LayerNorm, or RMSNorm with
-    `rms`. `p` above 0 needs a `key` (see dropout.py).
+    Without `types` every token is of type 0. With a norm_weight there is a norm: LayerNorm, or RMSNorm with `rms`. `p`
+    above 0 needs a `key` (see dropout.py).
     """
     for name, at, table in (("positions", positions, position), ("types", types, token_type)):
         if at is not None and (table is None or at.shape != ids.shape):
@@ -533,6 +440,6 @@ def embed(
     if p > 0 and (key is None or key.shape != (2,)):
         raise ValueError("dropout needs a key [2]")
     return _embed(
-        ids, token, positions, position, types, token_type,
-        scale, norm_weight, norm_bias, eps, rms, p, key if p > 0 else None, dtype or token.dtype,
+        ids, token, positions, position, types, token_type, norm_weight, norm_bias, key if p > 0 else None,
+        scale, eps, rms, p, dtype or token.dtype,
     )  # fmt: skip

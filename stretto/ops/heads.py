@@ -17,8 +17,8 @@ The kernel moves tiles of [ROWS, GROUP heads, D/2], one tile for each half of a 
 read once for a group of heads. Its programs walk over the rows and keep column sums in registers; the programs' sums
 are then added up in a fixed order, so results repeat bit for bit. All of its arithmetic is fp32.
 
-Any list of parts will do: queries alone, or the keys and values of all layers that look at one encoder. Where queries
-and keys come from somewhere else, `rotate_heads` rotates them by the same kernel, one pass forward and one backward.
+Any list of parts will do: queries alone, or the keys and values of all layers that attend to one encoder. For queries
+and keys that no projection made, `rotate_heads` runs the same kernel, one pass forward and one backward.
 
 Shapes: x [T, C]; weight [W, C], bias [W], W = D * the heads of all parts; cos and sin [T, D/2], fp32, without gradient;
 results [T, heads, D]. Saved for backward: x, weight, cos, sin.
@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.language import (
@@ -46,6 +45,7 @@ from stretto.ops.language import (
 )
 from stretto.ops.linear import linear_gradients
 from stretto.ops.op import define
+from stretto.ops.products import multiply
 from stretto.ops.sums import launch_sums
 
 ROTATED = 2  # parts, the first ones: queries and keys
@@ -58,47 +58,26 @@ def rotate_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-def project_heads_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int], cos: Tensor | None, sin: Tensor | None
-) -> tuple[Tensor, ...]:
-    """The definition of correct."""
-    heads = F.linear(x, weight, bias).unflatten(1, (sum(parts), -1)).split(list(parts), dim=1)
-    if cos is None or sin is None:
-        return tuple(heads)
-    return (*(rotate_ref(part, cos, sin) for part in heads[:ROTATED]), *heads[ROTATED:])
-
-
-def merge_heads_ref(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The parts rotated back, side by side, [T, W], and the sums over its rows, [W]."""
+def merge_heads_ref(
+    parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the parts rotated back, side by side, [T, W], and the sums over its rows in the dtype `sums`, [W], which
+    are empty if `sums` is None."""
     turned = [wide(part) for part in parts]
     if cos is not None and sin is not None:
         turned[:ROTATED] = [rotate_ref(part, cos, -sin) for part in turned[:ROTATED]]
     merged = torch.cat(turned, dim=1).flatten(1)
-    return merged.to(parts[0].dtype), merged.sum(0)
+    total = merged.new_empty(0, dtype=torch.float32) if sums is None else merged.sum(0).to(sums)
+    return merged.to(parts[0].dtype), total
 
 
 @jit
 def _turn_part(
-    part_ptr,
-    out_ptr,
-    cos_ptr,
-    sin_ptr,
-    sums_ptr,
-    group,
-    rows,
-    out_stride,
-    row_stride,
-    head_stride,
+    part_ptr, out_ptr, cos_ptr, sin_ptr, sums_ptr, group, rows, out_stride, row_stride, head_stride,
     BEFORE: tl.constexpr,  # heads of the parts before this one
-    NUM_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    SIGN: tl.constexpr,
-    ROTATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    NUM_HEADS: tl.constexpr, D: tl.constexpr, SIGN: tl.constexpr, ROTATE: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     HALF: tl.constexpr = (D + 1) // 2  # an odd head, which has no rotation, has a first half that is longer by one
     head = group * GROUP + tl.arange(0, GROUP)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -134,34 +113,17 @@ def _turn_part(
 
 @jit
 def _turn_kernel(
-    a_ptr,  # up to three parts; a part that is not there has no heads
-    b_ptr,
-    c_ptr,
-    out_ptr,
-    cos_ptr,
-    sin_ptr,
+    a_ptr, b_ptr, c_ptr,  # up to three parts; a part that is not there has no heads
+    out_ptr, cos_ptr, sin_ptr,
     sums_ptr,  # [programs, width], or None
-    rows,
-    out_stride,
-    a_row_stride,
-    a_head_stride,
-    b_row_stride,
-    b_head_stride,
-    c_row_stride,
-    c_head_stride,
-    A: tl.constexpr,  # heads
-    B: tl.constexpr,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    SIGN: tl.constexpr,
+    rows, out_stride, a_row_stride, a_head_stride, b_row_stride, b_head_stride, c_row_stride, c_head_stride,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,  # heads of each part
+    D: tl.constexpr, SIGN: tl.constexpr,
     NUM_ROTATED: tl.constexpr,  # parts
-    ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A program turns a group of heads of one part. Parts do not share groups, so each knows at compile time whether
-    it is rotated."""
+    ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program turns a group of heads of one part. Parts do not share groups, so a program knows at compile time
+    whether its heads are rotated."""
     A_GROUPS: tl.constexpr = (A + GROUP - 1) // GROUP
     B_GROUPS: tl.constexpr = (B + GROUP - 1) // GROUP
     if sums_ptr is not None:
@@ -194,7 +156,7 @@ def launch_turn(
     total: Tensor | None,
 ) -> None:
     """Writes up to three parts [T, heads, D] side by side to `out`, the first `num_rotated` of them turned, and the
-    sums over its rows, [W], to `total`."""
+    sums over the rows of `out`, [W], to `total`."""
     rows, _, size = parts[0].shape
     counts = [part.shape[1] for part in parts] + [0] * (3 - len(parts))
     block = next_power_of_2(cdiv(size, 2))
@@ -234,19 +196,18 @@ def launch_merge_heads(
 
 
 def _new_merged(parts: list[Tensor], sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """[T, W]; and for the sums over rows [W], or nothing."""
+    """An empty matrix [T, W], and an empty vector for the sums over its rows, [W], or [0] if `sums` is None."""
     width = sum(part.shape[1] for part in parts) * parts[0].shape[2]
     total = parts[0].new_empty(0 if sums is None else width, dtype=sums or torch.float32)
     return parts[0].new_empty(parts[0].shape[0], width), total
 
 
-@define("project_heads")
-def _project(
+def _project_and_turn(
     x: Tensor, weight: Tensor, bias: Tensor | None, size: int, rotated: int, cos: Tensor | None, sin: Tensor | None
 ) -> Tensor:
-    """The product [T, W], with its first `rotated` heads of `size` channels turned. One op: nobody else has seen the
-    product when it is changed in place."""
-    out = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    """Returns the product [T, W], with its first `rotated` heads of `size` channels turned. This is one op: nothing
+    else has seen the product when it is changed in place."""
+    out = multiply(x, weight, bias)
     if cos is not None and sin is not None:
         heads = out[:, : rotated * size].unflatten(1, (rotated, size))
         if x.is_cuda or INTERPRET:
@@ -256,33 +217,13 @@ def _project(
     return out
 
 
-@_project.register_fake
-def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@define("merge_heads", "cpu")
-def _merge(
-    parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """`sums`: the dtype of the sums over rows, if they are wanted."""
-    if INTERPRET:
-        return launch_merge_heads(parts, cos, sin, sums)
-    merged, total = merge_heads_ref(parts, cos, sin)
-    return merged, total.new_empty(0, dtype=torch.float32) if sums is None else total.to(sums)
-
-
-_merge.register_kernel("cuda")(launch_merge_heads)
-
-
-@_merge.register_fake
-def _(parts: list[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    return _new_merged(parts, sums)
+_project = define("project_heads", _project_and_turn, fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
+_merge = define("merge_heads", merge_heads_ref, launch_merge_heads, fake=_new_merged)
 
 
 class _ProjectHeads(torch.autograd.Function):
     """The parts are views of one product, but their gradients come one by one: an op may not return views, and torch's
-    own backward of a split would copy the gradients together before any kernel of ours could see them."""
+    own backward of a split would copy the gradients together before the kernel could read them."""
 
     @staticmethod
     def forward(
@@ -317,9 +258,9 @@ def project_heads(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """x [T, C] projected to heads, as one tensor [T, heads, D] for each number of heads in `parts`; with cos and sin
-    [T, D/2] the first two, queries and keys, are rotated. Computed in the dtype of x or, like F.linear, of an enclosing
-    autocast; parameters may be in any."""
+    """Projects x [T, C] to heads and returns one tensor [T, heads, D] for each number of heads in `parts`; with cos and
+    sin [T, D/2] the first two, queries and keys, are rotated. The product has the dtype of x or, like F.linear, of an
+    enclosing autocast; parameters may have any dtype."""
     heads, (width, channels) = sum(parts), weight.shape
     if x.ndim != 2 or x.shape[1] != channels or width % heads or (bias is not None and bias.shape != (width,)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What all kernel files speak: Triton where it is installed, and the few words about tensors that they share.
+"""Triton, where it is installed, and the few functions on tensors that all kernel files share.
 
 Without Triton the kernels stay unused text, and the CPU bodies of the ops do the work. With TRITON_INTERPRET=1 in the
 environment the CPU bodies run the kernels themselves, in Triton's interpreter.
@@ -39,7 +39,7 @@ class _Missing:
 
 
 def next_power_of_2(n: int) -> int:
-    """Block sizes: the smallest power of two that is at least n."""
+    """The smallest power of two that is at least n, for block sizes."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -53,7 +53,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What to compute and to sum in: fp32, or fp64 for fp64."""
+    """The dtype of arithmetic and of sums: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -62,12 +62,12 @@ def wide(x: Tensor) -> Tensor:
 
 
 def dense_rows(x: X) -> X:
-    """The kernels go from row to row in any stride, but through a row one by one."""
+    """Returns x with dense rows: the kernels take any stride from row to row, but 1 inside of a row."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What matrix products with x run in: autocast's precision, or its own."""
+    """The dtype of matrix products with x: that of an enclosing autocast, or that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

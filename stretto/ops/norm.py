@@ -4,13 +4,12 @@
     y      = (stream - mean) * rstd * weight + norm_bias        rstd = 1 / sqrt(mean((stream - mean)^2) + eps)
 
 RMSNorm leaves `mean` and `norm_bias` out. In plain torch this is four kernels, which together read or write the
-activations nine times; here it is one, which reads two tensors and writes two. A pre-norm model uses both results. A
-post-norm model uses y twice, for the next branch and as the next residual: it gets y as both results, and the backward
-kernel adds their gradients.
+activations nine times; here it is one, which reads two tensors and writes two. The sum, and pre-norm and post-norm
+models, are described in residual.py.
 
 Where blocks work on some of the tokens only (layer_drop.py), `scale`, one number on the device, multiplies what is
-added, and `branch_at` and `y_at` [T] say which row of the branch is a token's, and which row of y, -1: none. The stream
-is that of all tokens, so nobody need gather or scatter between blocks that work on different ones.
+added, and `branch_at` and `y_at` [T] have the row of each token in the branch and in y, or -1. The stream has all
+tokens, so nothing is gathered or scattered between blocks that work on different tokens.
 
 The stream is rounded to its dtype first and the rounded values are normalised, as in plain torch: forward, backward
 and the next layer see the same numbers. Everything else is fp32. Mean and variance take two passes over the row, which
@@ -22,58 +21,80 @@ Backward, with g = dy * weight and xhat = (stream - mean) * rstd, averages over 
     dbranch   = scale * dresidual / (1 - p) where the element was kept, else 0        (neither: the same tensor)
     dweight, dnorm_bias, dbranch_bias = sums over rows of dy * xhat, dy, dbranch
 
-One kernel reads dy, dstream and stream once; post-norm, dstream is the gradient of the second y and is added to dy. Its
-programs walk over the rows and keep the three sums in registers; a second small kernel adds up the programs' sums in a
-fixed order, so results repeat bit for bit.
+One kernel reads dy, dstream and stream once and keeps the three sums in registers; a second small kernel adds up the
+programs' sums in a fixed order, so results repeat bit for bit.
 
 Shapes: residual and stream [T, C]; branch and y the same, or [rows, C] with `branch_at` and `y_at`; all of one dtype;
 weight and biases [C], any float dtype, their gradients in it. Saved for backward: stream; stats, fp32, [2, rows of y]
 (rstd, mean) or [1, rows of y] (RMSNorm: rstd); the dropout key, scale and places.
-Error: outputs and gradients are at most twice as far from fp64 as those of plain torch that works in fp32 between the
-rounded tensors.
+Error: outputs and gradients are at most twice as far from fp64 as plain torch that works in fp32 between the rounded
+tensors.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.ops.dropout import dropout_ref, keeps, row_words
-from stretto.ops.language import INTERPRET, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.dropout import keeps, row_words
+from stretto.ops.language import dense_rows, jit, next_power_of_2, tl, wide, wide_dtype
 from stretto.ops.op import define
-from stretto.ops.sums import launch_sums
+from stretto.ops.residual import (
+    add_ref,
+    check_sum,
+    choose_results,
+    find_tokens,
+    launch_backward,
+    new_gradients,
+    run_backward,
+    save,
+    split_gradient_ref,
+)
 
 MAX_WIDTH = 16384  # a row, and in backward three sums as wide, must fit into the registers of one program
 
 
-def add_ref(
-    branch: Tensor,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    p: float,
-    key: Tensor | None,
-    scale: Tensor | None = None,
-    branch_at: Tensor | None = None,
-) -> Tensor:
-    """The stream."""
-    branch = wide(branch) if branch_bias is None else wide(branch) + branch_bias
-    if key is not None:
-        branch = dropout_ref(branch, p, key)
-    branch = branch if scale is None else scale * branch
-    if branch_at is not None:
-        branch = torch.zeros_like(residual, dtype=branch.dtype).index_copy(0, find_tokens(branch_at), branch)
-    return (wide(residual) + branch).to(residual.dtype)
+class Forward(NamedTuple):
+    branch: Tensor | None  # None: the residual is the stream
+    residual: Tensor
+    branch_bias: Tensor | None
+    weight: Tensor
+    bias: Tensor | None  # norm_bias
+    eps: float
+    rms: bool
+    p: float
+    key: Tensor | None
+    post: bool
+    scale: Tensor | None
+    branch_at: Tensor | None
+    y_at: Tensor | None
+    y_rows: int
 
 
-def find_tokens(at: Tensor) -> Tensor:
-    """Which tokens have a row, in the order of rows, given the row of each token, or -1."""
-    return (at >= 0).nonzero().flatten()
+class Backward(NamedTuple):
+    """See residual.py."""
+
+    dy: Tensor | None
+    dstream: Tensor | None
+    stream: Tensor
+    stats: Tensor
+    weight: Tensor
+    key: Tensor | None
+    scale: Tensor | None
+    branch_at: Tensor | None
+    y_at: Tensor | None
+    p: float
+    post: bool
+    branch_rows: int | None
+    weight_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+    branch_bias_dtype: torch.dtype | None
 
 
 def stats_ref(x: Tensor, eps: float, rms: bool) -> Tensor:
-    """rstd and mean [2, T], or rstd [1, T]."""
+    """Returns rstd and mean [2, T], or rstd [1, T]."""
     x = wide(x)
     if rms:
         return (x.square().mean(1) + eps).rsqrt()[None]
@@ -82,7 +103,7 @@ def stats_ref(x: Tensor, eps: float, rms: bool) -> Tensor:
 
 
 def normalized_ref(x: Tensor, stats: Tensor) -> Tensor:
-    """xhat"""
+    """Returns xhat."""
     return (wide(x) if len(stats) == 1 else wide(x) - stats[1][:, None]) * stats[0][:, None]
 
 
@@ -91,69 +112,38 @@ def norm_ref(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rm
     return (y if norm_bias is None else y + norm_bias).to(x.dtype)
 
 
-def add_norm_ref(
-    branch: Tensor,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-    scale: Tensor | None = None,
-    branch_at: Tensor | None = None,
-    y_at: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """y and stream; the definition of correct."""
-    stream = add_ref(branch, residual, branch_bias, p, key, scale, branch_at)
-    return norm_ref(stream if y_at is None else stream[find_tokens(y_at)], weight, norm_bias, eps, rms), stream
+def add_norm_ref(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y, stream and stats; the definition of correct."""
+    y, stream, stats = new_outputs(a.branch, a.residual, a.rms, a.y_rows)
+    x = a.residual
+    if a.branch is not None:
+        x = stream.copy_(add_ref(a.branch, x, a.branch_bias, a.p, a.key, a.scale, a.branch_at))
+    x = x if a.y_at is None else x[find_tokens(a.y_at)]
+    return y.copy_(norm_ref(x, a.weight, a.bias, a.eps, a.rms)), stream, stats.copy_(stats_ref(x, a.eps, a.rms))
 
 
-def norm_backward_ref(
-    dy: Tensor | None,
-    dstream: Tensor | None,
-    stream: Tensor,
-    stats: Tensor,
-    weight: Tensor,
-    weight_dtype: torch.dtype | None,
-    norm_bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-    scale: Tensor | None,
-    branch_at: Tensor | None,
-    y_at: Tensor | None,
-    branch_rows: int | None,
-) -> list[Tensor]:
-    """dresidual; dbranch if it is another tensor; then the sums whose dtype is given."""
-    if post and dy is not None and dstream is not None:
+def norm_backward_ref(a: Backward) -> list[Tensor]:
+    """Returns the gradients in the order of split_gradient_ref."""
+    dy, dstream = a.dy, a.dstream
+    if a.post and dy is not None and dstream is not None:
         dy, dstream = wide(dy) + dstream, None
-    dx = torch.zeros_like(stream, dtype=stats.dtype) if dstream is None else wide(dstream)
+    dx = torch.zeros_like(a.stream, dtype=a.stats.dtype) if dstream is None else wide(dstream)
     sums = []
     if dy is not None:
-        tokens = None if y_at is None else find_tokens(y_at)
-        xhat, g = normalized_ref(stream if tokens is None else stream[tokens], stats), wide(dy) * weight
+        tokens = None if a.y_at is None else find_tokens(a.y_at)
+        xhat, g = normalized_ref(a.stream if tokens is None else a.stream[tokens], a.stats), wide(dy) * a.weight
         inner = g - xhat * (g * xhat).mean(1, keepdim=True)
-        if len(stats) == 2:
+        if len(a.stats) == 2:
             inner = inner - g.mean(1, keepdim=True)
-        inner = inner * stats[0][:, None]
+        inner = inner * a.stats[0][:, None]
         dx = dx + inner if tokens is None else dx.index_add(0, tokens, inner)
-        sums = [(weight_dtype, dy * xhat), (norm_bias_dtype, wide(dy))]
-    inputs = [dx]
-    if branch_rows is not None:
-        dbranch = dx if branch_at is None else dx[find_tokens(branch_at)]
-        dbranch = dbranch if key is None else dropout_ref(dbranch, p, key)
-        inputs.append(dbranch if scale is None else scale * dbranch)
-    sums.append((branch_bias_dtype, inputs[-1]))
-    copies = [stream.new_empty(d.shape).copy_(d) for d in inputs]  # never an alias of dstream
-    return copies + [terms.sum(0).to(dtype) for dtype, terms in sums if dtype is not None]
+        sums = [(a.weight_dtype, dy * xhat), (a.bias_dtype, wide(dy))]
+    return split_gradient_ref(a, dx, sums, a.scale, a.branch_at)
 
 
 @jit
 def _find_row(at_ptr, token, inside):
-    """Where the token's row is, and which of its elements there are."""
+    """Returns the number of the token's row and a mask of its elements, all False if it has no row."""
     at, mask = token, inside
     if at_ptr is not None:
         at = tl.load(at_ptr + token).to(tl.int64)
@@ -180,26 +170,10 @@ def _write_norm(
 @jit
 def _norm_kernel(
     branch_ptr,  # None: the residual is the stream, which is not written
-    residual_ptr,
-    branch_bias_ptr,
-    weight_ptr,
-    norm_bias_ptr,
-    key_ptr,
-    scale_ptr,
-    branch_at_ptr,
-    y_at_ptr,
-    y_ptr,
-    stream_ptr,
-    stats_ptr,
-    y_rows,
-    cols,
-    branch_stride,
-    residual_stride,
-    eps,
-    P: tl.constexpr,
-    RMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    residual_ptr, branch_bias_ptr, weight_ptr, norm_bias_ptr, key_ptr, scale_ptr, branch_at_ptr, y_at_ptr,
+    y_ptr, stream_ptr, stats_ptr, y_rows, cols, branch_stride, residual_stride, eps,
+    P: tl.constexpr, RMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < cols
@@ -227,33 +201,15 @@ def _norm_kernel(
 
 @jit
 def _norm_backward_kernel(
-    dy_ptr,  # None: y was not used
-    dstream_ptr,  # None: stream was not used
-    stream_ptr,
-    stats_ptr,
-    weight_ptr,
-    key_ptr,
-    scale_ptr,
-    branch_at_ptr,
-    y_at_ptr,
-    dresidual_ptr,
+    dy_ptr, dstream_ptr,  # None: y, or stream, was not used
+    stream_ptr, stats_ptr, weight_ptr, key_ptr, scale_ptr, branch_at_ptr, y_at_ptr, y_rows, dresidual_ptr,
     dbranch_ptr,  # None: dresidual serves as both
     sums_ptr,  # [programs, the sums asked for, cols]
-    rows,
-    y_rows,
-    cols,
-    dy_stride,
-    dstream_stride,
-    stream_stride,
-    P: tl.constexpr,
+    rows, cols, dy_stride, dstream_stride, stream_stride, P: tl.constexpr,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DBRANCH_BIAS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    POST: tl.constexpr,  # dstream is the gradient of a second y
     RMS: tl.constexpr,
-    DWEIGHT: tl.constexpr,
-    DNORM_BIAS: tl.constexpr,
-    DBRANCH_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    POST: tl.constexpr,  # dstream belongs to y
-):
+):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     inside = col < cols
@@ -283,7 +239,7 @@ def _norm_backward_kernel(
                 dx = (g - mean_g - xhat * mean_gx) * rstd
             if DWEIGHT:
                 dweight += dy * xhat
-            if DNORM_BIAS:
+            if DBIAS:
                 dnorm_bias += dy
         if dstream_ptr is not None and not POST:
             dx += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
@@ -299,258 +255,62 @@ def _norm_backward_kernel(
             tl.store(dbranch_ptr + at * cols + col, dx.to(dbranch_ptr.dtype.element_ty), mask=mask)
         if DBRANCH_BIAS:
             dbranch_bias += dx
-    sums_ptr += program.to(tl.int64) * (DWEIGHT + DNORM_BIAS + DBRANCH_BIAS) * cols + col
+    sums_ptr += program.to(tl.int64) * (DWEIGHT + DBIAS + DBRANCH_BIAS) * cols + col
     if DWEIGHT:
         tl.store(sums_ptr, dweight, mask=inside)
-    if DNORM_BIAS:
+    if DBIAS:
         tl.store(sums_ptr + DWEIGHT * cols, dnorm_bias, mask=inside)
     if DBRANCH_BIAS:
-        tl.store(sums_ptr + (DWEIGHT + DNORM_BIAS) * cols, dbranch_bias, mask=inside)
+        tl.store(sums_ptr + (DWEIGHT + DBIAS) * cols, dbranch_bias, mask=inside)
 
 
 def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool, y_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """y, stream, stats. Without a branch the residual is the stream; an op may not return it, so `stream` is empty."""
+    """Empty y, stream and stats. Without a branch the residual is the stream; an op may not return its argument, so
+    `stream` is empty."""
     rows, cols = residual.shape
     stats = residual.new_empty(1 if rms else 2, y_rows, dtype=wide_dtype(residual.dtype))
     return residual.new_empty(y_rows, cols), residual.new_empty(0 if branch is None else rows, cols), stats
 
 
-def launch_add_norm(
-    branch: Tensor | None,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-    scale: Tensor | None,
-    branch_at: Tensor | None,
-    y_at: Tensor | None,
-    y_rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y, stream, stats = new_outputs(branch, residual, rms, y_rows)
-    branch, residual, (rows, cols) = dense_rows(branch), dense_rows(residual), residual.shape
+def launch_add_norm(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+    y, stream, stats = new_outputs(a.branch, a.residual, a.rms, a.y_rows)
+    branch, residual, (rows, cols) = dense_rows(a.branch), dense_rows(a.residual), a.residual.shape
     if rows:
         # A program has one row, a warp 1024 channels, a thread 32: four 16-byte loads of each bf16 tensor in flight,
         # registers for about 24 warps a processor; and up to 1024 channels the sums need no barrier.
         block = next_power_of_2(cols)
         _norm_kernel[(rows,)](
-            branch,
-            residual,
-            dense_rows(branch_bias),
-            dense_rows(weight),
-            dense_rows(norm_bias),
-            key,
-            scale,
-            branch_at,
-            y_at,
-            y,
-            stream,
-            stats,
-            y_rows,
-            cols,
-            0 if branch is None else branch.stride(0),
-            residual.stride(0),
-            eps,
-            P=p,
-            RMS=rms,
-            BLOCK=block,
-            num_warps=max(1, block // 1024),
-        )
+            branch, residual, dense_rows(a.branch_bias), dense_rows(a.weight), dense_rows(a.bias), a.key, a.scale,
+            a.branch_at, a.y_at, y, stream, stats, a.y_rows, cols,
+            0 if branch is None else branch.stride(0), residual.stride(0), a.eps,
+            P=a.p, RMS=a.rms, BLOCK=block, num_warps=max(1, block // 1024),
+        )  # fmt: skip
     return y, stream, stats
 
 
-def launch_norm_backward(
-    dy: Tensor | None,
-    dstream: Tensor | None,
-    stream: Tensor,
-    stats: Tensor,
-    weight: Tensor,
-    weight_dtype: torch.dtype | None,
-    norm_bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-    scale: Tensor | None,
-    branch_at: Tensor | None,
-    y_at: Tensor | None,
-    branch_rows: int | None,
-) -> list[Tensor]:
-    inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, branch_rows)
-    dy, dstream, stream, (rows, cols) = dense_rows(dy), dense_rows(dstream), dense_rows(stream), stream.shape
-    if rows == 0:
-        return inputs + [total.zero_() for total in sums]
-    # A thread has 16 channels and their sums, and 8 warps fill a processor: then a thread may use all of its 255
-    # registers and every program is resident. While a row is in work the next two are being loaded: 8 warps * 32
-    # threads * 16 channels * 3 tensors * 2 rows, 48 KiB of bf16, more than a processor's share of the memory's
-    # bandwidth times its latency. More programs would mean more partial sums to write and to add. Rows of more than
-    # 4096 channels have a program of up to 32 warps to themselves.
-    block = next_power_of_2(cols)
-    num_warps = max(1, block // 512)
-    programs = min(rows, num_processors(stream.device) * max(1, 8 // num_warps))
-    partial = stream.new_empty(programs, len(sums), cols, dtype=torch.float32)
-    _norm_backward_kernel[(programs,)](
-        dy,
-        dstream,
-        stream,
-        stats,
-        dense_rows(weight),
-        key,
-        scale,
-        branch_at,
-        y_at,
-        inputs[0],
-        inputs[1] if len(inputs) == 2 else None,
-        partial,
-        rows,
-        stats.shape[1],
-        cols,
-        0 if dy is None else dy.stride(0),
-        0 if dstream is None else dstream.stride(0),
-        stream.stride(0),
-        P=p,
-        RMS=stats.shape[0] == 1,
-        DWEIGHT=weight_dtype is not None,
-        DNORM_BIAS=norm_bias_dtype is not None,
-        DBRANCH_BIAS=branch_bias_dtype is not None,
-        BLOCK=block,
-        STAGES=3 if block * stream.element_size() <= 32768 else 1,  # shared memory holds two rows up to this size
-        POST=post and dy is not None and dstream is not None,
-        num_warps=num_warps,
-    )
-    launch_sums(partial, sums)
-    return inputs + sums
+def launch_norm_backward(a: Backward) -> list[Tensor]:
+    kinds, y_rows = a.stats.shape
+    return launch_backward(
+        _norm_backward_kernel, a, a.stats, dense_rows(a.weight), a.key, a.scale, a.branch_at, a.y_at, y_rows,
+        RMS=kinds == 1,
+    )  # fmt: skip
 
 
-def new_gradients(
-    stream: Tensor,
-    weight_dtype: torch.dtype | None,
-    norm_bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    branch_rows: int | None,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Of the activations, and of the parameters. `branch_rows`: None where the branch's gradient is the residual's."""
-    dtypes = [dtype for dtype in (weight_dtype, norm_bias_dtype, branch_bias_dtype) if dtype is not None]
-    sizes = [len(stream)] if branch_rows is None else [len(stream), branch_rows]
-    inputs = [stream.new_empty(rows, stream.shape[1]) for rows in sizes]
-    return inputs, [stream.new_empty(stream.shape[1], dtype=dtype) for dtype in dtypes]
-
-
-@define("add_norm", "cpu")
-def _add_norm(
-    branch: Tensor | None,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-    scale: Tensor | None,
-    branch_at: Tensor | None,
-    y_at: Tensor | None,
-    y_rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, stream (see `new_outputs`), stats"""
-    if INTERPRET:
-        places = (scale, branch_at, y_at, y_rows)
-        return launch_add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post, *places)
-    y, stream, stats = new_outputs(branch, residual, rms, y_rows)
-    if branch is not None:
-        residual = stream.copy_(add_ref(branch, residual, branch_bias, p, key, scale, branch_at))
-    residual = residual if y_at is None else residual[find_tokens(y_at)]
-    return y.copy_(norm_ref(residual, weight, norm_bias, eps, rms)), stream, stats.copy_(stats_ref(residual, eps, rms))
-
-
-_add_norm.register_kernel("cuda")(launch_add_norm)
-
-
-@_add_norm.register_fake
-def _(branch: Tensor | None, residual: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return new_outputs(branch, residual, others[4], others[-1])
-
-
-@define("norm_backward", "cpu")
-def _norm_backward(
-    dy: Tensor | None,
-    dstream: Tensor | None,
-    stream: Tensor,
-    stats: Tensor,
-    weight: Tensor,
-    weight_dtype: torch.dtype | None,
-    norm_bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-    p: float,
-    key: Tensor | None,
-    post: bool,
-    scale: Tensor | None,
-    branch_at: Tensor | None,
-    y_at: Tensor | None,
-    branch_rows: int | None,
-) -> list[Tensor]:
-    run = launch_norm_backward if INTERPRET else norm_backward_ref
-    kept, places = (dy, dstream, stream, stats, weight), (scale, branch_at, y_at)
-    return run(*kept, weight_dtype, norm_bias_dtype, branch_bias_dtype, p, key, post, *places, branch_rows)
-
-
-_norm_backward.register_kernel("cuda")(launch_norm_backward)
-
-
-@_norm_backward.register_fake
-def _(dy: Tensor | None, dstream: Tensor | None, stream: Tensor, *others: Any) -> list[Tensor]:
-    weight_dtype, norm_bias_dtype, branch_bias_dtype = others[2:5]
-    inputs, sums = new_gradients(stream, weight_dtype, norm_bias_dtype, branch_bias_dtype, others[-1])
-    return inputs + sums
+_add_norm = define("add_norm", add_norm_ref, launch_add_norm, fake=new_outputs)
+_norm_backward = define("norm_backward", norm_backward_ref, launch_norm_backward, fake=new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    branch, residual, branch_bias, weight, norm_bias, _, _, ctx.p, key, ctx.post, scale, branch_at, y_at, _ = inputs
-    _, stream, stats = output
-    ctx.save_for_backward(residual if branch is None else stream, stats, weight, key, scale, branch_at, y_at)
-    ctx.dtypes = [None if t is None else t.dtype for t in (weight, norm_bias, branch_bias)]
-    same = branch is None or (key is None and scale is None and branch_at is None)
-    ctx.branch_rows = None if same else len(branch)
-    ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
-    ctx.set_materialize_grads(False)  # a result that nobody used has gradient None, and costs nothing
+    a = Forward._make(inputs)
+    same = a.key is None and a.scale is None and a.branch_at is None
+    save(ctx, a, output, same, a.scale, a.branch_at, a.y_at)
 
 
 def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if ctx.post and dy is None:
-        dy, dstream = dstream, None
-    if dy is None and dstream is None:
-        return (None,) * 14
-    stream, stats, weight, key, *places = ctx.saved_tensors
-    for_branch, _, for_branch_bias, for_weight, for_norm_bias, *_ = ctx.needs_input_grad
-    wanted = (for_weight and dy is not None, for_norm_bias and dy is not None, for_branch_bias)
-    dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
-    rest = (ctx.p, key, ctx.post, *places, ctx.branch_rows)
-    gradients = iter(_norm_backward(dy, dstream, stream, stats, weight, *dtypes, *rest))
-    dresidual = next(gradients)
-    dbranch = dresidual if ctx.branch_rows is None else next(gradients)
-    dweight, dnorm_bias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
-    return dbranch if for_branch else None, dresidual, dbranch_bias, dweight, dnorm_bias, *(None,) * 9
+    return run_backward(ctx, _norm_backward, dy, dstream)
 
 
 _add_norm.register_autograd(_backward, setup_context=_save)
-
-
-class Again(torch.autograd.Function):
-    """y as a second result. Its gradient goes where the gradient of `stream` would go, so that the norm's own backward
-    kernel adds it to that of the first."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, stream: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        return None, dy
 
 
 def add_norm(
@@ -569,9 +329,10 @@ def add_norm(
     y_at: Tensor | None = None,
     y_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """y, the norm of stream = residual + scale * dropout(branch + branch_bias), and what the next branch is added to:
-    the stream, or with `post` y. Both [T, C]. Without a branch the residual is the stream. `branch_at`: the branch has
-    rows for some tokens only; `y_at`: so has y, `y_rows` of them. No gradient for `scale`."""
+    """Returns y, the norm of stream = residual + scale * dropout(branch + branch_bias), and what the next branch is
+    added to: the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. With
+    `branch_at` the branch has rows for some tokens only, with `y_at` y has, `y_rows` in number. `scale` gets no
+    gradient."""
     if branch is None and (branch_bias is not None or scale is not None or branch_at is not None):
         raise ValueError("add_norm takes a branch_bias, a scale or branch_at only with a branch")
     if post and (branch_at is not None or y_at is not None):
@@ -579,23 +340,13 @@ def add_norm(
     for at in (branch_at, y_at):
         if at is not None and (at.shape != residual.shape[:1] or at.dtype != torch.int32):
             raise ValueError(f"add_norm takes places [{len(residual)}], int32, not {list(at.shape)}, {at.dtype}")
-    if branch is not None and (
-        branch.dtype != residual.dtype or (branch_at is None and branch.shape != residual.shape)
-    ):
-        raise ValueError(
-            "add_norm takes branch and residual of one shape and dtype, "
-            f"not {list(branch.shape)} {branch.dtype} and {list(residual.shape)} {residual.dtype}"
-        )
-    if not 0 <= p < 1 or (p > 0 and (key is None or key.shape != (2,))):
-        raise ValueError(f"add_norm takes 0 <= p < 1, and a key [2] with p > 0, not p = {p} and key = {key}")
+    check_sum("add_norm", branch, residual, p, key, all_tokens=branch_at is None)
     check_width(residual, branch_bias, weight, norm_bias)
     key = key if p > 0 and branch is not None else None
     p = p if key is not None else 0.0
     places = (scale, branch_at, y_at, len(residual) if y_at is None else y_rows)
     y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post, *places)
-    if branch is None:
-        return y, y if post else residual
-    return y, Again.apply(y, stream) if post else stream
+    return choose_results(branch, residual, y, stream, post)
 
 
 def norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:

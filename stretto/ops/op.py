@@ -1,29 +1,33 @@
-"""How a function of ours becomes an operation of torch's, and a short way to it.
+"""Operations of torch made of functions of this package, and a short way to call them.
 
-`torch.library.custom_op` lets others see it: a compiler has one node, fake tensors have its shapes, `opcheck` tests it.
-But a call by that way goes through torch's dispatcher and back to Python several times, which takes the host longer
-than the GPU takes for many of our kernels. So where nobody looks on, an `Op` calls the function for the device itself,
-inside an autograd.Function of the same formulas where a gradient is wanted.
+`torch.library.custom_op` shows an operation to torch: a compiler has one node, fake tensors have its shapes, `opcheck`
+tests it. But a call of a custom op goes through torch's dispatcher and back to Python several times, which takes the
+host longer than the GPU takes for many of these kernels. So where nothing traces or transforms the call, an `Op` calls
+the function for the device itself, inside an autograd.Function of the same formulas where a gradient is wanted.
 
-What torch.compile keeps on disk has the formulas of our gradients inside, but its key has only the names of our ops:
-after an upgrade, a compiled model would go on with the old ones. So the text of this package is made part of the key.
+torch.compile keeps compiled code on disk. That code contains the formulas of the gradients, but its key contains only
+the names of the ops: after an upgrade, a compiled model would go on with the old formulas. So a hash of the text of
+this package is part of the key.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+
+from stretto.ops.language import INTERPRET
 
 Body = Callable[..., Any]
 
 
 def hash_sources(folder: Path) -> str:
-    """Of all Python files in it."""
+    """A hash of all Python files in the folder."""
     texts = (path.read_bytes() for path in sorted(folder.glob("*.py")))
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
@@ -31,63 +35,99 @@ def hash_sources(folder: Path) -> str:
 torch.compiler.config.cache_key_tag += f"stretto {hash_sources(Path(__file__).parent)}"
 
 
-def define(name: str, device: str | None = None, tags: Sequence[torch.Tag] = ()) -> Callable[[Body], Op]:
-    """Makes a function an op: on this device, or on all."""
-    return lambda body: Op(name, body, device, tags)
+def define(name: str, body: Body, kernel: Body | None = None, *, fake: Body, tags: Sequence[torch.Tag] = ()) -> Op:
+    """Makes an op. With a `kernel`, the body is the op on a CPU (in Triton's interpreter the kernel runs there too) and
+    the kernel the op on a GPU; without one, the body is the op on every device.
+
+    The arguments of the op are the parameters of `body`, or, if its only parameter is a NamedTuple, the fields of that
+    tuple, which is then what the kernel takes too. `fake` makes empty results: its parameters without default are the
+    arguments that shapes and dtypes depend on, found by their names."""
+    signature, arguments = read_signature(body)
+    bodies = {"cpu": body if kernel is None or not INTERPRET else kernel, "cuda": body if kernel is None else kernel}
+    if arguments is not None:
+        bodies = {device: pack_arguments(function, arguments) for device, function in bodies.items()}
+    op = Op(name, infer_schema(signature), bodies, kernel is None, tags)
+    names, needed = list(signature.parameters), inspect.signature(fake).parameters.values()
+    places = [names.index(parameter.name) for parameter in needed if parameter.default is parameter.empty]
+    op.definition.register_fake(lambda *args: fake(*(args[i] for i in places)))
+    return op
+
+
+def read_signature(body: Body) -> tuple[inspect.Signature, Any]:
+    """The signature of an op with this body, without defaults, and the NamedTuple that the body takes, or None."""
+    types = get_type_hints(body)
+    result, first, arguments = types.pop("return"), next(iter(types.values())), None
+    if hasattr(first, "_fields"):
+        arguments, types = first, get_type_hints(first)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=type) for name, type in types.items()]
+    return inspect.Signature(parameters, return_annotation=result), arguments
+
+
+def pack_arguments(function: Body, arguments: Any) -> Body:
+    """The function of a NamedTuple as a function of its fields."""
+    new = tuple.__new__  # a third of the time of `_make`, which counts its arguments
+    return lambda *args: function(new(arguments, args))
+
+
+def infer_schema(signature: inspect.Signature) -> str:
+    def prototype() -> None: ...
+
+    prototype.__signature__ = signature  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=())
 
 
 class Op:
-    """The methods are those of what torch.library.custom_op returns."""
+    """A custom op, `definition`, and the functions that do its work, by type of device."""
 
-    def __init__(self, name: str, body: Body, device: str | None, tags: Sequence[torch.Tag]) -> None:
-        full = f"stretto::{name}"
-        self.definition = torch.library.custom_op(full, body, mutates_args=(), device_types=device, tags=tags)
-        self.overload: Any = getattr(torch.ops.stretto, name).default  # what the others see
-        self.bodies = {device: body}
-        self.function: Any = None
-
-    def register_kernel(self, device: str) -> Callable[[Body], Body]:
-        def register(body: Body) -> Body:
-            self.bodies[device] = body
-            self.definition.register_kernel(device)(body)
-            return body
-
-        return register
-
-    def register_fake(self, shapes: Body) -> Body:
-        self.definition.register_fake(shapes)
-        return shapes
+    def __init__(
+        self, name: str, schema: str, bodies: dict[str, Body], everywhere: bool, tags: Sequence[torch.Tag]
+    ) -> None:
+        options: dict[str, Any] = {"mutates_args": (), "schema": schema, "tags": tags}
+        options["device_types"] = None if everywhere else "cpu"
+        self.definition = torch.library.custom_op(f"stretto::{name}", bodies["cpu"], **options)
+        if not everywhere:
+            self.definition.register_kernel("cuda")(bodies["cuda"])
+        self.overload: Any = getattr(torch.ops.stretto, name).default  # the op as torch sees it
+        self.bodies = bodies
+        self.functions: dict[str, Any] = {}  # the bodies as autograd.Functions, if the op has gradients
+        self.has_lists = "Tensor[]" in schema
 
     def register_autograd(self, backward: Body, *, setup_context: Callable[..., None]) -> None:
         self.definition.register_autograd(backward, setup_context=setup_context)
 
-        def forward(ctx: Any, *args: Any) -> Any:
-            output = self.find_body(args)(*args)
-            setup_context(ctx, args, output)
-            return output
+        def make_function(body: Body) -> Any:
+            def forward(ctx: Any, *args: Any) -> Any:
+                output = body(*args)
+                setup_context(ctx, args, output)
+                return output
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self.function = type(self.overload.name(), (torch.autograd.Function,), methods)
+            methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+            return type(self.overload.name(), (torch.autograd.Function,), methods)
+
+        self.functions = {device: make_function(body) for device, body in self.bodies.items()}
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_watched():
             return self.overload(*args)
-        body = None if is_watched() else self.find_body(args)
-        if body is None:
+        device = find_device(args)
+        if device not in self.bodies:
             return self.overload(*args)
-        if self.function is None or not torch.is_grad_enabled():
-            return body(*args)
-        if any(isinstance(arg, list) for arg in args):  # whose gradients an autograd.Function would not see
+        if not self.functions or not torch.is_grad_enabled():
+            return self.bodies[device](*args)
+        if self.has_lists:  # an autograd.Function does not see the tensors of a list
             return self.overload(*args)
-        return self.function.apply(*args)
+        return self.functions[device].apply(*args)
 
-    def find_body(self, args: Sequence[Any]) -> Any:
-        """The function for these tensors; None if torch has to look for one."""
-        for arg in args:
-            first = arg[0] if isinstance(arg, list) and arg else arg
-            if isinstance(first, Tensor):
-                return self.bodies.get(first.device.type) or self.bodies.get(None)
-        return None
+
+def find_device(args: Sequence[Any]) -> str:
+    """The type of device of the first tensor."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg.device.type
+        if isinstance(arg, list) and arg and isinstance(arg[0], Tensor):
+            return arg[0].device.type
+    return ""
 
 
 def is_watched() -> bool:

@@ -1,10 +1,10 @@
-"""How kernels end that walk over rows with few programs and keep column sums: the programs' sums are added up.
+"""The last step of kernels whose programs walk over rows and keep column sums: the programs' sums are added up.
 
     total[i, c] = sum over programs p of partial[p, i, c]
 
-In a fixed order, so that results repeat bit for bit, in the dtype of `partial`, and rounded once, to that of the total.
-For gradients of biases and of the parameters of norms, of which a model has hundreds: torch's own sum takes longer, and
-would leave the rounding to another kernel.
+The order is fixed, so that results repeat bit for bit. Sums are taken in the dtype of `partial` and rounded once, to
+the dtype of the total. They are the gradients of biases and of the parameters of norms, of which a model has hundreds:
+torch's own sum takes longer, and would leave the rounding to another kernel.
 
 Shapes: partial [P, K, C], fp32, K up to 3; each total [C].
 """
@@ -20,15 +20,8 @@ from stretto.ops.language import cdiv, jit, next_power_of_2, tl
 
 @jit
 def _sum_kernel(
-    partial_ptr,
-    first_ptr,
-    second_ptr,
-    third_ptr,
-    programs,
-    cols,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    partial_ptr, first_ptr, second_ptr, third_ptr, programs, cols, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     which = tl.program_id(1)
@@ -43,6 +36,7 @@ def _sum_kernel(
 
 
 def launch_sums(partial: Tensor, totals: Sequence[Tensor]) -> None:
+    """Writes the sum of partial[:, i] to totals[i]."""
     programs, count, cols = partial.shape
     assert count == len(totals) <= 3
     if programs == 0:
@@ -53,11 +47,6 @@ def launch_sums(partial: Tensor, totals: Sequence[Tensor]) -> None:
         lines = next_power_of_2(programs)
         columns = min(next_power_of_2(cols), max(16, 16384 // lines))
         _sum_kernel[(cdiv(cols, columns), count)](
-            partial,
-            *(totals[min(i, count - 1)] for i in range(3)),
-            programs,
-            cols,
-            ROWS=lines,
-            COLS=columns,
-            num_warps=16,
-        )
+            partial, *(totals[min(i, count - 1)] for i in range(3)), programs, cols,
+            ROWS=lines, COLS=columns, num_warps=16,
+        )  # fmt: skip

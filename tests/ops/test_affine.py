@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.ops import affine as family
-from stretto.ops.affine import AXES, EPS, add_affine, add_affine_ref, standardization_loss
+from stretto.ops.affine import AXES, EPS, add_affine, affine_ref, standardization_loss
+from stretto.ops.language import INTERPRET
+from stretto.ops.residual import add_ref
 from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, error, rand, results, strided
 
 KEY = torch.tensor([0x0FEDCBA987654321, 99], device=DEVICE)
@@ -25,6 +27,20 @@ def tensors(rows: int, cols: int) -> list[Tensor]:
     activations = [rand(rows, cols, seed=seed) for seed in (1, 2)]
     scale = rand(cols, seed=4).abs() + 0.5  # channels of little variance would magnify rounding
     return [*activations, rand(cols, seed=3), scale, rand(cols, seed=5)]
+
+
+def add_affine_ref(
+    branch: Tensor,
+    residual: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    key: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """y and stream, in steps that autograd can follow."""
+    stream = add_ref(branch, residual, branch_bias, p, key)
+    return affine_ref(stream, weight, bias).to(stream.dtype), stream
 
 
 def weights(rows: int) -> Tensor:
@@ -102,7 +118,7 @@ def test_twice_the_same_tokens_is_the_same_loss_and_half_the_gradient_each() -> 
         torch.testing.assert_close(second[:6], first / 2, atol=1e-7, rtol=0)
 
 
-@pytest.mark.skipif(family.INTERPRET, reason="hundreds of steps")
+@pytest.mark.skipif(INTERPRET, reason="hundreds of steps")
 def test_the_pull_alone_standardises_a_linear_layer() -> None:
     """Nothing but the backward pass of the affine teaches it."""
     random = torch.Generator().manual_seed(0)
@@ -123,7 +139,7 @@ def test_the_pull_alone_standardises_a_linear_layer() -> None:
 @pytest.mark.parametrize(("shape", "p"), [((1, 33), 0.3), ((7, 257), 0.3), ((5, 1100), 0.0), ((0, 8), 0.3)])
 @pytest.mark.parametrize("axis", [*AXES, None])
 def test_parity(axis: str | None, shape: tuple[int, int], p: float, dtype: torch.dtype) -> None:
-    if family.INTERPRET and dtype == torch.bfloat16:
+    if INTERPRET and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter rounds to bf16 towards zero, which shifts all sums one way")
     if shape[0] and axis in ("channel", "layer"):
         shape = (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import attention as family
-from stretto.ops.attention import attention, attention_ref, keep_ref, words_ref
+from stretto.ops.attention import Backward, Forward, attention, attention_ref, keep_ref, words_ref
 from stretto.ops.dropout import hash_ref, mix_ref
 from stretto.ops.language import INTERPRET
 from tests.ops.checks import DEVICE, RUNS_KERNELS, assert_compiles, assert_op, error, poisoned_memory, rand, results
@@ -50,7 +50,7 @@ def build_case(
         return attention(q, k, v, *offsets, causal, 0.3 if bias is not None else None, bias, p, key)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        return attention_ref(q, k, v, bias, *offsets[:2], causal, scale, p, key)[0]
+        return attention_ref(Forward(q, k, v, bias, *offsets, causal, scale, p, key))[0]
 
     parts, extra = [heads[0], heads[1], heads[1]], [rand(heads[0], 2 * bias - 1, seed=9)] if bias else []
     if together:
@@ -159,11 +159,12 @@ def test_reference_has_the_gradients_that_it_says() -> None:
     for causal, p in ((False, 0.0), (True, 0.4)):
         q, k, v = (t.requires_grad_() for t in tensors)
         bias = rand(4, 11, dtype=torch.float64, seed=4).requires_grad_()
-        out, lse, words = attention_ref(q, k, v, bias, queries, keys, causal, 0.7, p, KEY if p else None)
+        layout = (queries, keys, 4, 5, causal, 0.7, p)
+        out, lse, words = attention_ref(Forward(q, k, v, bias, *layout, KEY if p else None))
         dout = rand(*out.shape, dtype=torch.float64, seed=3)
         expected = torch.autograd.grad(out, (q, k, v, bias), dout)
         with torch.no_grad():
-            got = family.attention_backward_ref(dout, q, k, v, bias, out, lse, words, queries, keys, causal, 0.7, p)
+            got = family.attention_backward_ref(Backward(dout, q, k, v, bias, out, lse, words, *layout))
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b)
 
@@ -268,7 +269,7 @@ def test_results_repeat() -> None:
 @pytest.mark.parametrize("tile", [(16, 64), (64, 16), (32, 64)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_tiles_need_not_be_square(tile: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of very long sequences are not, which the interpreter would take too long for."""
+    """Long sequences have such tiles; these are short ones, because the interpreter would take too long."""
     options = {"BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_D": 16, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(family, "long_tiles", lambda *args: (options,) * 3)
     fused, plain, tensors = build_case([145, 64], heads=(1, 1), causal=causal, p=0.2)
@@ -283,7 +284,7 @@ def test_a_wrong_end_would_be_seen(length: int) -> None:
     wrong = ends([length + 1, 2])
 
     layout = (ends([length, 3]), wrong, length, length + 1)
-    got = family.launch_attention(q, k, v, None, *layout, False, 0.25, 0.0, None)[0]
+    got = family.launch_attention(Forward(q, k, v, None, *layout, False, 0.25, 0.0, None))[0]
     exact = plain(*(t.double() for t in (q, k, v)))
     assert error(got, exact) > 1e-3
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.model import Rotary, rotary_angles, rotate
 from stretto.ops import heads as family
-from stretto.ops.heads import merge_heads_ref, project_heads, project_heads_ref, rotate_heads
+from stretto.ops.heads import merge_heads_ref, project_heads, rotate_heads
 from stretto.ops.language import INTERPRET
 from tests.ops.checks import (
     DEVICE,
@@ -38,6 +38,14 @@ def angles(rows: int, size: int) -> tuple[Tensor, Tensor]:
     return turn.cos, turn.sin
 
 
+def project_plainly(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: Parts, rotary: Rotary | None
+) -> tuple[Tensor, ...]:
+    """With the model's functions: the definition of correct."""
+    heads = F.linear(x, weight, bias).unflatten(1, (sum(parts), weight.shape[0] // sum(parts))).split(parts, dim=1)
+    return tuple(rotate(part, rotary) if rotary and i < 2 else part for i, part in enumerate(heads))
+
+
 def build_case(
     parts: Parts, rows: int = 7, size: int = 8, rotary: bool = False, bias: bool = True
 ) -> tuple[Callable[..., Any], Callable[..., Any], list[Tensor]]:
@@ -48,8 +56,7 @@ def build_case(
         return project_heads(x, weight, bias, parts, *(turn or (None, None)))
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-        heads = F.linear(x, weight, bias).unflatten(1, (sum(parts), size)).split(parts, dim=1)
-        return tuple(rotate(part, Rotary(*turn)) if turn and i < 2 else part for i, part in enumerate(heads))
+        return project_plainly(x, weight, bias, parts, Rotary(*turn) if turn else None)
 
     width = sum(parts) * size
     tensors = [rand(rows, 12), rand(width, 12, seed=1, scale=0.3), rand(width, seed=2)]
@@ -101,7 +108,7 @@ def test_gradients_may_have_any_strides(rotary: bool) -> None:
     rows, parts, size = 6, (4, 2, 2), 8
     turn = angles(rows, size) if rotary else (None, None)
     whole = [rand(rows, count, size, seed=i) for i, count in enumerate(parts)]
-    expected = merge_heads_ref(whole, *turn)
+    expected = merge_heads_ref(whole, *turn, torch.float32)
     stacked = torch.cat(whole, 1)
     layouts = [
         [part.transpose(0, 1).contiguous().transpose(0, 1) for part in whole],
@@ -316,7 +323,7 @@ def test_a_whole_batch(parts: Parts, size: int, rotary: bool) -> None:
     turn = angles(rows, size) if rotary else (None, None)
     whole = [rand(rows, count, size, seed=i, dtype=torch.bfloat16) for i, count in enumerate(parts)]
     merged, sums = family._merge([p.transpose(0, 1).contiguous().transpose(0, 1) for p in whole], *turn, torch.float32)
-    exact = merge_heads_ref([part.double() for part in whole], *turn)
+    exact = merge_heads_ref([part.double() for part in whole], *turn, torch.float64)
     assert error(merged, exact[0]) < torch.finfo(torch.bfloat16).eps / 2
     assert error(sums, exact[1]) < 1e-5
     fused, plain, tensors = build_case(parts, rows, size, rotary)
@@ -341,6 +348,6 @@ def test_more_tiles_than_a_grid_reaches() -> None:
     x, weight = rand(rows, 8, dtype=torch.bfloat16), rand(24 * 64, 8, dtype=torch.bfloat16)
     turn = angles(rows, 64)
     last = slice(rows - 9, rows)
-    wanted = project_heads_ref(x[last], weight, None, parts, *(t[last] for t in turn))
+    wanted = project_plainly(x[last], weight, None, parts, Rotary(*(t[last] for t in turn)))
     for found, part in zip(project_heads(x, weight, None, parts, *turn), wanted, strict=True):
         torch.testing.assert_close(found[last], part, rtol=2e-2, atol=2e-2)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import linear as family
+from stretto.ops import products
 from stretto.ops.linear import linear, linears
 from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, rand, results, strided
 
@@ -22,7 +23,7 @@ def arguments(tokens: int = 7) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 37, family.FEW, family.FEW + 1])
+@pytest.mark.parametrize("tokens", [0, 1, 37, products.FEW, products.FEW + 1])
 def test_parity(tokens: int, dtype: torch.dtype) -> None:
     assert_parity(linear, F.linear, arguments(tokens), dtype)
 
@@ -86,7 +87,7 @@ def test_side_by_side_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.autograd.grad(out, [x, *weights], torch.ones_like(out))
 
     beside = [run() for _ in range(5)]
-    monkeypatch.setattr(family, "FEW", 0)
+    monkeypatch.setattr(products, "FEW", 0)
     after = run()
     for some in beside:
         assert all(torch.equal(a, b) for a, b in zip(some, after, strict=True))

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from stretto.ops import mlp as family
-from stretto.ops.activation import GATES, KINDS, activate_ref
-from stretto.ops.mlp import activate_linear, mlp, mlp_ref
+from stretto.ops.activation import GATES, KINDS, Backward, activate_ref
+from stretto.ops.mlp import activate_linear, mlp
 from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, error, rand, results, strided
 
 KEY = torch.tensor([0x123456789ABCDEF0, -7], device=DEVICE)
@@ -27,6 +28,13 @@ def arguments(kind: str, tokens: int = 7, width: int = 12, inner: int = 20, **op
     rows = 2 * inner if kind in GATES else inner
     shapes = [(tokens, width), (rows, width), (rows,), (width, inner), (width,)]
     return [rand(*shape, seed=i, scale=1.0 if i == 0 else 0.5, **options) for i, shape in enumerate(shapes)]
+
+
+def mlp_ref(
+    x: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, *activation: Any
+) -> Tensor:
+    """The definition of correct."""
+    return F.linear(activate_ref(F.linear(x, up, up_bias), None, *activation), down, down_bias)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
@@ -139,7 +147,7 @@ def count_products(*, kind: str = "gelu", recompute: bool = True, frozen: tuple[
 
 @pytest.mark.parametrize(("kind", "recompute"), [("gelu", False), ("gelu", True), ("relu", True)])
 def test_only_needed_gradients_are_computed(kind: str, recompute: bool) -> None:
-    """Of the four products of a backward pass, those whose result nobody asked for are left out."""
+    """A backward pass computes only those of its four products whose results are needed."""
     options: dict[str, Any] = {"kind": kind, "recompute": recompute}
     assert count_products(**options) == 4
     assert count_products(**options, frozen=("up_weight",)) == 3
@@ -163,8 +171,8 @@ def test_op(kind: str) -> None:
     for recompute in (False, True):
         leaves = [t.clone().requires_grad_() for t in args]
         assert_op(family._mlp.overload, (*leaves, kind, 0.2, KEY, recompute))
-    kept, h = family._mlp(*args, kind, 0.2, KEY, True)[1:]
-    backward = (rand(7, 12, seed=100), *args[:4], kept, h, kind, 0.2, KEY, True)
+    kept = family._mlp(*args, kind, 0.2, KEY, True)[1]
+    backward = (rand(7, 12, seed=100), *args[:4], kept, None, kind, 0.2, KEY)
     assert_op(family._mlp_backward.overload, (*backward, [True] * 5))
     assert_op(family._mlp_backward.overload, (*backward, [True, False, False, False, False]))
     assert_op(family._mlp_backward.overload, (*backward, [False, False, False, True, True]))
@@ -199,7 +207,7 @@ def test_the_second_half_alone(kind: str, dtype: torch.dtype) -> None:
     pre = x @ up_weight.t()
 
     def exact(pre: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
-        return torch.nn.functional.linear(activate_ref(pre, bias, kind, 0.3, KEY), weight)
+        return F.linear(activate_ref(pre, bias, kind, 0.3, KEY), weight)
 
     assert_parity(
         lambda pre, bias, weight: activate_linear(pre, bias, weight, kind, 0.3, KEY),
@@ -215,7 +223,7 @@ def test_the_second_half_is_an_op_that_keeps_its_input_alone() -> None:
     assert_op(family._activate_linear.overload, (*leaves, "swiglu", 0.2, KEY))
     plain = [t.detach() for t in leaves]
     for needed in ([True] * 3, [True, False, False], [False, False, True]):
-        assert_op(family._activate_linear_backward.overload, (rand(7, 12), *plain, "swiglu", 0.2, KEY, needed))
+        assert_op(family._activate_linear_backward.overload, (rand(7, 12), *plain, None, "swiglu", 0.2, KEY, needed))
     assert_compiles(lambda *args: activate_linear(*args, "swiglu", 0.2, KEY), plain)
     kept = list[int]()
     with saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
@@ -252,11 +260,9 @@ def test_a_wrong_recomputation_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("launch_activate_backward", "activate_backward_ref"):
         right = getattr(family, name)
 
-        def wrong(
-            dh: Tensor, kept: Tensor, bias: Tensor, kind: str, p: float, *rest: Any, right: Any = right, **named: Any
-        ) -> Any:
-            dx, h, dbias = right(dh, kept, bias, kind, p, *rest, **named)
-            return dx, family._activate(kept, bias, kind, 0.0, None) if h.numel() else h, dbias
+        def wrong(a: Backward, right: Any = right, **named: Any) -> Any:
+            dx, h, dbias = right(a, **named)
+            return dx, family._activate(a.kept, a.bias, a.kind, 0.0, None) if h.numel() else h, dbias
 
         monkeypatch.setattr(family, name, wrong)
     parity(recompute=False)

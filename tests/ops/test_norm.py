@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with bias, dropout and residual add in front: forward, every gradient, and who uses what."""
+"""LayerNorm and RMSNorm with bias, dropout and residual add in front: forward, every gradient, and unused results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from stretto.ops import norm as family
 from stretto.ops.dropout import dropout, hash_ref
 from stretto.ops.language import INTERPRET
-from stretto.ops.norm import MAX_WIDTH, add_norm, add_norm_ref, norm, norm_ref
+from stretto.ops.norm import MAX_WIDTH, add_norm, norm, norm_ref
+from stretto.ops.residual import add_ref, find_tokens
 from tests.ops.checks import (
     DEVICE,
     DTYPES,
@@ -37,6 +38,25 @@ def tensors(rows: int, cols: int) -> list[Tensor]:
     """branch, residual, branch_bias, weight, norm_bias"""
     activations = [rand(rows, cols, seed=seed) for seed in (1, 2)]
     return [*activations, *(rand(cols, seed=seed) for seed in (3, 4, 5))]
+
+
+def add_norm_ref(
+    branch: Tensor,
+    residual: Tensor,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    p: float,
+    key: Tensor | None,
+    scale: Tensor | None = None,
+    branch_at: Tensor | None = None,
+    y_at: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y and stream, in steps that autograd can follow."""
+    stream = add_ref(branch, residual, branch_bias, p, key, scale, branch_at)
+    return norm_ref(stream if y_at is None else stream[find_tokens(y_at)], weight, norm_bias, eps, rms), stream
 
 
 def call(function: Call, rms: bool, p: float, bias: bool = True, norm_bias: bool = True) -> Call:
@@ -232,11 +252,11 @@ def test_op(rms: bool, p: float) -> None:
     _, stream, stats = (
         t.detach() for t in family._add_norm(*turned, None, weight, None, EPS, rms, p, key, False, *ALL, 3)
     )
-    saved, dtypes = (stream, stats, weight.detach()), (torch.float32, torch.bfloat16, None)
+    saved, dtypes = (stream, stats, weight.detach(), key, *ALL), (torch.float32, torch.bfloat16, None)
     for dy, dstream in ((stream, stream.t().contiguous().t()), (stream, None), (None, stream)):
         assert_op(
             family._norm_backward.overload,
-            (dy, dstream, *saved, *(dtypes if dy is not None else (None,) * 3), p, key, False, *ALL, 3 if p else None),
+            (dy, dstream, *saved, p, False, 3 if p else None, *(dtypes if dy is not None else (None,) * 3)),
         )
 
 
@@ -328,8 +348,8 @@ def drop_dstream(dy: Tensor, dstream: Tensor, *rest: Any) -> tuple[Any, ...]:
 
 
 def drop_other_elements(*args: Any) -> tuple[Any, ...]:
-    key = args[9]
-    return *args[:9], key.flip(0), *args[10:]
+    key = args[5]
+    return *args[:5], key.flip(0), *args[6:]
 
 
 def ignore_the_mean(dy: Tensor, dstream: Tensor, stream: Tensor, stats: Tensor, *rest: Any) -> tuple[Any, ...]:

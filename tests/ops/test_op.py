@@ -1,4 +1,4 @@
-"""The two ways of a call: the short one, and torch's."""
+"""An op can be called in two ways, directly and through torch's dispatcher, with the same results."""
 
 from __future__ import annotations
 

@@ -1,0 +1,93 @@
+"""The matrix products of linear layers: the one place in ops/ where a matrix is multiplied by a weight.
+
+A linear layer has three products, one forward and two backward, of 2 T O C FLOPs each:
+
+    forward   y       = x weight^T + bias       multiply, multiply_into
+    dx        dx      = dout weight             compute_dx, add_dx
+    dweight   dweight = dout^T x                compute_dweight, add_dweight
+                                                compute_gradients: dx and dweight side by side
+
+Shapes: x and dx [T, C], weight and dweight [O, C], bias [O], y and dout [T, O]. Everything else between two products
+is element by element, and is done by the kernels of the other files.
+
+Precision: both factors have one dtype (language.product_dtype: that of an enclosing autocast, or that of x). Products
+of 16-bit numbers are exact in fp32 and are added up in fp32; the sum, with the bias, is rounded once to the dtype of
+the factors. fp32 and fp64 factors are multiplied and added up in their own dtype. Only add_dweight has a wider result:
+it adds to an fp32 sum of several products, which is rounded later, once.
+
+Side by side: dx and dweight do not need each other. With few tokens neither fills a GPU (512 tokens and a width of 1024
+make 32 tiles of 128 x 128, for 132 processors), so dweight is computed on a stream of its own, which begins after all
+earlier work and which all later work waits for; in a CUDA graph the two become two branches. Products of many tokens
+run one after the other.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FEW = 2048  # tokens, up to which dx and dweight run side by side
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns x weight^T + bias. The bias may have any dtype."""
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Writes x weight^T + bias, the bias in the dtype of x, to `out`, which may be a part of a wider matrix."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def compute_dx(dout: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns the gradient of the layer's input, dout weight, which is written to `out` if that is given."""
+    return torch.mm(dout, weight, out=out)
+
+
+def add_dx(dx: Tensor, dout: Tensor, weight: Tensor) -> None:
+    """Adds dout weight to `dx`, for an input that several weights have in common."""
+    dx.addmm_(dout, weight)
+
+
+def compute_dweight(dout: Tensor, x: Tensor) -> Tensor:
+    """Returns the gradient of the weight, dout^T x."""
+    return torch.mm(dout.t(), x)
+
+
+def add_dweight(total: Tensor, dout: Tensor, x: Tensor, beta: float) -> None:
+    """Makes `total` beta * total + dout^T x, where the total may be wider than the factors. cuBLAS reads 16-bit factors
+    and adds to an fp32 matrix; a CPU has no such routine."""
+    if dout.dtype == total.dtype:
+        total.addmm_(dout.t(), x, beta=beta)
+    elif total.is_cuda:
+        torch.addmm(total, dout.t(), x, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(dout.t().to(total.dtype), x.to(total.dtype), beta=beta)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def compute_gradients(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns dx and dweight of one layer, computed side by side where there are few tokens."""
+    # Both are allocated on the current stream: the allocator gives memory of a stream to that stream only.
+    dx, dweight = dout.new_empty(x.shape), dout.new_empty(weight.shape)
+    if dout.is_cuda and dout.shape[0] <= FEW:
+        here, side = torch.cuda.current_stream(dout.device), _side_stream(dout.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            torch.mm(dout.t(), x, out=dweight)
+        torch.mm(dout, weight, out=dx)
+        here.wait_stream(side)
+    else:
+        torch.mm(dout.t(), x, out=dweight)
+        torch.mm(dout, weight, out=dx)
+    return dx, dweight
