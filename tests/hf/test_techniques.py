@@ -525,13 +525,13 @@ def test_a_recorded_update_is_one_of_its_pattern() -> None:
     model = make_both("gpt2")
     step = Step(model, FlatAdamW(model.parameters(), lr=0.0))
     seen: list[Any] = []
-    run = step._run
-    step._run = lambda planned: seen.append(planned) or run(planned)  # type: ignore[method-assign]
+    learn = step.learn
+    step.learn = lambda planned: seen.append(planned) or learn(planned)  # type: ignore[method-assign]
     for _ in range(6):
         step(draw("gpt2"))
-    shapes = {shape_of(planned): str(planned.layers) for planned in seen}
-    assert 1 < len(shapes) == len({str(planned.layers) for planned in seen}) <= LAYERS + 1
-    assert plan(draw("gpt2"), *outermost(model)).layers == {}  # type: ignore[union-attr]
+    shapes = {shape_of(planned): str(planned.pattern) for planned in seen}
+    assert 1 < len(shapes) == len({str(planned.pattern) for planned in seen}) <= LAYERS + 1
+    assert plan(draw("gpt2"), *outermost(model)).pattern == {}  # type: ignore[union-attr]
 
 
 def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
