@@ -21,6 +21,7 @@ from stretto.batch import Batch, Counts, copy_into, pack, shape_of
 from stretto.buckets import to_bucket
 from stretto.config import Config, load_config
 from stretto.errors import ConfigError, NonFiniteError
+from stretto.evaluate import evaluate
 from stretto.parallel.data import StaticGradients
 from stretto.report import read_events
 from stretto.runtime import Runtime
@@ -261,7 +262,7 @@ def test_memory_is_not_taken_twice(
         "model__width": 1024, "model__layers": 4, "model__heads": 16, "model__max_len": 512, "data__seq_len": 512,
         "data__batch_size": 16, "train__steps": 8, "train__micro_batches": micro_batches,
     }  # fmt: skip
-    reserved, evaluate = {}, stretto.train.evaluate
+    reserved = {}
     for name in ("warm", "off", "on"):
         gc.collect()
         torch.cuda.empty_cache()

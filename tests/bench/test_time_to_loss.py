@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result as Outcome
 from typer.testing import CliRunner
 
+import stretto.step
 import stretto.train
 from bench import time_to_loss
 from bench.curves import AROUND, compare, loss_at, make_tables, median_around, reach, read_curve, show
@@ -28,11 +28,11 @@ from stretto.flops import training_flops
 from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.techniques.layer_drop import keep_probabilities, level_at
-from stretto.train import complete
+from stretto.train import complete, train
 from tests.corpora import write_corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CURVE = {
+CURVE: dict[str, list[float]] = {
     "step": [1, 2, 3, 4],
     "seconds": [2.0, 4.0, 6.0, 8.0],
     "flops": [1.0, 2.0, 3.0, 4.0],
@@ -68,7 +68,7 @@ def write_recipe(folder: Path, order: str = "pre") -> Path:
     return path
 
 
-def start(recipe: Path, out: Path, *options: str, steps: int = 10) -> Outcome:
+def start(recipe: Path, out: Path, *options: str, steps: int = 10) -> Any:
     arguments = ["run", str(recipe), "--out", str(out), "--budget-steps", str(steps), *options]
     return CliRunner().invoke(app, arguments)
 
@@ -183,7 +183,7 @@ Watch = Callable[[], list[list[tuple[Any, ...]]]]
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """What every run has read, in order."""
     runs: list[list[tuple[Any, ...]]] = []
-    train, run_step = time_to_loss.train, stretto.train.run_step
+    run_step = stretto.step.run_step
 
     def watched_train(config: Config) -> Path:
         runs.append([])
@@ -210,7 +210,7 @@ def test_a_whole_comparison_interrupted_and_resumed(
         return step(*arguments)
 
     with monkeypatch.context() as patch:
-        step = stretto.train.run_step
+        step = vars(stretto.train)["run_step"]  # as the fixture has left it
         patch.setattr(stretto.train, "run_step", stop_in_the_fifth_run)
         outcome = start(recipe, out, *options)
     assert isinstance(outcome.exception, Preempted), outcome.output
