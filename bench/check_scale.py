@@ -32,10 +32,10 @@ from stretto.batch import Layout
 from stretto.bench.measure import Clock
 from stretto.config import ModelConfig, build_config
 from stretto.costs import Link, Pass, Traffic, exposed_seconds, sum_passes
-from stretto.layers import FusedBlock
 from stretto.parallel.ring import Ring, wait
 from stretto.parallel.sequence import Segment
 from stretto.parallel.ulysses import all_to_all
+from stretto.techniques.fused import FusedBlock
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ from stretto.bench.measure import Clock
 from stretto.config import ModelConfig, build_config
 from stretto.costs import NETWORK, NVLINK, Pass, sum_passes
 from stretto.flops import training_flops
-from stretto.layers import FusedEmbedding, norm_parts
 from stretto.model import Embedding, build_norm
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.norm import norm
@@ -62,6 +61,7 @@ from stretto.parallel.reach import Reach
 from stretto.parallel.ring import Ring
 from stretto.parallel.sequence import Segment
 from stretto.parallel.ulysses import Ulysses
+from stretto.techniques.fused import FusedEmbedding, norm_parts
 
 LINKS = (NVLINK, NETWORK)
 WAYS = {

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from stretto.batch import Batch, Counts, Layout, Sequences, dense_layout
 from stretto.config import ModelConfig, ParallelConfig
-from stretto.layers import Branch, FusedBlock
 from stretto.model import Block, Rotary, rotary_angles
 from stretto.parallel import gather
 from stretto.parallel.sequence import Splitter
+from stretto.techniques.fused import Branch, FusedBlock
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -50,11 +50,14 @@ from stretto.data import Data, open_data
 from stretto.errors import ConfigError, Preempted, StrettoError
 from stretto.files import replacing
 from stretto.flops import training_flops
-from stretto.model import build_model
+from stretto.mesh import Mesh
+from stretto.model import build_model, sites
 from stretto.recipes import find_recipe
 from stretto.report import read_events
 from stretto.runtime import Runtime, choose_device, describe_environment
-from stretto.train import build_layer_drop, complete, train
+from stretto.techniques import open_techniques
+from stretto.techniques.technique import At, Context
+from stretto.train import complete, train
 
 RECIPES = Path(__file__).parent / "recipes"
 VARIANTS = (
@@ -219,7 +222,7 @@ def plan(recipe: str, config: Config, variants: Sequence[str], num_seeds: int, o
     if not config.data.cache:
         config = replace(config, data=replace(config.data, cache=str(store)))
     data = open_data(config.data, seed=config.run.seed, folder=store, image_size=config.model.image_size)
-    config = complete(config, data, Runtime(torch.device("cpu")))
+    config = complete(config, data, Mesh())
     varied = {variant: vary(config, variant, data) for variant in variants}
     jobs = []
     for seed in range(num_seeds):
@@ -260,19 +263,21 @@ def shrink(config: Config, data: Data) -> ModelConfig:
 
 def mean_flops(config: Config, data: Data) -> float:
     """Returns the mean FLOPs of a micro-batch like the first one, with the blocks that the run will choose."""
-    batch, drop = data.train_batch(0), config.techniques.layer_drop
-    if drop is None:
-        return training_flops(config.model, batch.counts)
-    draw = build_layer_drop(drop, config, build_model(config.model))
-    depths = (draw(batch, step, step).depths for step in range(config.train.steps))
+    batch, model, steps = data.train_batch(0), build_model(config.model), config.train.steps
+    context = Context(config.model, torch.device("cpu"), "fp32", seed=config.run.seed, steps=steps)
+    techniques = open_techniques(config, context)
+    techniques.apply(model, sites(model))
+    depths = (techniques.prepare(batch, At(step, step)).depths for step in range(steps))
     return statistics.fmean(training_flops(config.model, batch.counts, one) for one in depths)
 
 
 def describe(varied: Mapping[str, Config], data: Data) -> str:
     """What is equal, and how nearly the smaller model is."""
     config = varied["plain"]
-    whole = mean_flops(config, data)
-    shares = {name: mean_flops(one, data) / whole for name, one in varied.items()}
+    whole, shares = mean_flops(config, data), dict[str, float]()
+    for name, one in varied.items():
+        with suppress(ConfigError):  # a variant that cannot run says why when its turn comes
+            shares[name] = mean_flops(one, data) / whole
     costs = ", ".join(f"{name} {share:.3f} ({varied[name].model.layers} layers)" for name, share in shares.items())
     return f"{config.train.steps:,} steps, {config.optim.schedule} learning rate. FLOPs of a step on average: {costs}."
 

@@ -44,7 +44,7 @@ class Layout:
     max_len: int
     dense: bool = False  # the tokens are a rectangle [N, max_len]
     lengths: Tensor | None = None  # int32 [N], dense only: real tokens per row; None: every row is full
-    num_real: Tensor | None = None  # int64 [], packed only: those behind so many tokens are filler; None: none are
+    num_real: Tensor | None = None  # int64 [], packed only: number of real tokens, before filler; None: no filler
     segment: Segment | None = None  # these are parts of longer sequences; None: they are whole
 
     @property
@@ -102,13 +102,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Depth:
-    """Which blocks of a stack work on a batch (techniques/layer_drop.py). The pattern is part of the batch's shape."""
+    """Which blocks of a stack work on a batch. The pattern is part of the batch's shape."""
 
     scales: Tensor  # fp32 [L]
     parts: dict[int, Part]  # by the number of the block; all other blocks are left out
-    whole: bool
-    theta: float
-    work: float  # of how many blocks, on everything
+    whole: bool  # as in Share
+    work: float  # number of blocks that would do as much work on the whole batch
 
     def shares(self) -> dict[int, Share]:
         scales = self.scales.unbind()
@@ -130,7 +129,7 @@ class Counts:
 
     @property
     def all_slots(self) -> int:
-        """Of both sides of a translation."""
+        """The slots of both sides of a translation."""
         return self.slots + self.source_slots
 
     @property
@@ -189,7 +188,7 @@ def pack(batch: B, device: torch.device | None = None) -> B:
 
 
 def copy_into(target: B, source: B) -> None:
-    """Of the same shape; only tensors are copied: by one copy if both are packed, else one by one."""
+    """Copies the tensors of a batch into those of another one, in one copy if both are packed, else one by one."""
     to, new = _tensors(target), _tensors(source)
     if (place := _find_place(to)) is not None and place == _find_place(new):
         to, new = [_buffer_of(to[0])], [_buffer_of(new[0])]

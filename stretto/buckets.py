@@ -52,7 +52,7 @@ def round_to_bucket(count: int, parts: int = PARTS) -> int:
 
 
 def size_of_bucket(count: int, parts: int = PARTS) -> int:
-    """No more than this is added, less one."""
+    """The size of the steps that a count is rounded up in: less than one step is added."""
     return max(2 ** (max(count, 1).bit_length() - 1) // parts, LEAST)
 
 

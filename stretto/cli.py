@@ -85,7 +85,9 @@ def export(
     step: Annotated[int | None, typer.Option(min=1, help="of this checkpoint; without it, of the best one")] = None,
     fold: Annotated[
         bool,
-        typer.Option("--fold", help="of [techniques.standardize]: for `eval` and `generate`, with no norms at all"),
+        typer.Option(
+            "--fold", help="a plain model for `eval` and `generate`, of one that was trained to need no norms"
+        ),
     ] = False,
 ) -> None:
     """Write a trained run as a Hugging Face folder, tokenizer included; or one without norms, for Stretto itself."""

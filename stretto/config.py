@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from stretto.errors import ConfigError
 from stretto.families import CHOICES, read_model
@@ -69,7 +69,7 @@ class RopeScaling:
     """Llama 3.1's rotary positions for texts longer than those it began with; keys and names as in config.json. What
     counts is how often a pair of channels turns over the length of such a text."""
 
-    factor: float = 8.0  # pairs that turn at most low_freq_factor times turn so many times slower
+    factor: float = 8.0  # by which pairs that turn at most low_freq_factor times are slowed down
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0  # pairs that turn at least so often stay as they are; others are in between
     original_max_position_embeddings: int = 8192
@@ -96,7 +96,7 @@ class ModelConfig:
     mlp_width: int = 0  # 0: four times the width
     vocab: int = 0  # 0: what the tokenizer has, rounded up to a multiple of 64
     max_len: int = 1024  # size of the position table, and the longest text that is generated
-    window: int = 0  # decoder: a token sees so many, itself and those right before it; 0: all before it
+    window: int = 0  # decoder: number of tokens that a token sees, itself and those right before it; 0: all before it
     # none: what `stretto export --fold` makes of a model that was trained to need none; others may not train without.
     norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"
     norm_order: Literal["pre", "post"] = "pre"
@@ -214,7 +214,8 @@ class TrainConfig:
 class FusedConfig:
     # How the optimizer keeps weights. split: bf16 weights plus the 16 bits that fp32 would add, exact in 2 bytes less
     # than fp32 and a bf16 copy. bf16: those bits are dropped, and updates are rounded at random, right on average.
-    weights: Literal["fp32", "split", "bf16"] = "fp32"
+    # auto: split on a GPU in bf16, else fp32.
+    weights: Literal["auto", "fp32", "split", "bf16"] = "auto"
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW
     recompute: bool = False  # activate the MLP's inner values again in the backward pass instead of keeping them
 
@@ -228,9 +229,11 @@ class LayerDropConfig:
     # Of L blocks number l, counted from 1, is left out in proportion to (l - 1) / L (algorithm) or l / L (text).
     index: Literal["algorithm", "text"] = "algorithm"
     gate: Literal["batch", "sample"] = "batch"  # a block is left out for a whole step, or for some sequences of a batch
-    # batch: systematic leaves out as many blocks in every step, up to one; bernoulli decides for each by itself.
+    # batch: with systematic the number of blocks left out varies by at most one; bernoulli decides for each by itself.
     sampling: Literal["systematic", "bernoulli"] = "systematic"
-    scale: Literal["branch", "update"] = "branch"  # what makes up for it, 1 / p, multiplies each branch or the block
+    # What makes up for it, 1 / p, multiplies each branch or the block. auto: each branch, and Hugging Face's layers as
+    # a whole.
+    scale: Literal["auto", "branch", "update"] = "auto"
 
     def __post_init__(self) -> None:
         _require(0.0 < self.theta <= 1.0, f"techniques.layer_drop.theta = {self.theta} must be above 0, and at most 1")
@@ -245,7 +248,8 @@ class StandardizeConfig:
     final: float = 1.0  # the share of the weight that is left at the end, reached in a straight line
     axis: Literal["token", "channel", "layer"] = "token"  # of what mean and variance are taken
     affine: bool = True  # a learned scale (and shift, where the norm has one) stands where the norm stood; else nothing
-    # Statistics are those of every so many tokens. Odd, so that in sequences of even length no position is left out.
+    # Distance in tokens between those that statistics are taken of. Odd, so that in sequences of even length no
+    # position is left out.
     stride: int = 7
     depth_init: bool = True  # residual branches begin smaller by the square root of their number
 
@@ -257,11 +261,12 @@ class StandardizeConfig:
 
 @dataclass(frozen=True)
 class TechniquesConfig:
-    """One subsection per technique; a technique is off unless its subsection is there, as in [techniques.fused]."""
+    """One subsection per technique, in the order in which they are applied. A technique is off unless its subsection
+    is there, as in [techniques.layer_drop]."""
 
-    fused: FusedConfig | None = None
-    layer_drop: LayerDropConfig | None = None
     standardize: StandardizeConfig | None = None
+    fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
+    layer_drop: LayerDropConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -280,7 +285,11 @@ class ParallelConfig:
     sequence_layout: Literal["contiguous", "zigzag", "documents"] = "zigzag"
     # gather: keep what was gathered for the backward pass; false: gather it again then, which takes less memory.
     sequence_keep: bool = True
-    sequence_heads: int = 0  # gather: so many key/value heads at a time, which takes less memory; 0: all at once
+    sequence_heads: int = 0  # gather: number of key/value heads at a time, which takes less memory; 0: all at once
+
+    def axes(self) -> dict[str, int]:
+        """The sizes of what processes share besides the batch (mesh.py)."""
+        return {"sequence": self.sequence}
 
     def __post_init__(self) -> None:
         _require_positive("parallel", self, "sequence")
@@ -333,52 +342,6 @@ class Config:
         _require(
             self.model.kind != "encoder" or self.model.classes == 0,
             "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
-        )
-        if self.parallel.sequence > 1:
-            self._check_sequence()
-
-    def _check_sequence(self) -> None:
-        """What can be said without knowing how many processes there are."""
-        cfg, model, key = self.parallel, self.model, f"parallel.sequence = {self.parallel.sequence}"
-        kv_heads = model.kv_heads or model.heads
-        _require(
-            model.kind != "vit", f"{key}: an image is a short sequence, and is not split; leave out parallel.sequence"
-        )
-        _require(self.data.layout == "packed", f"{key} would split padding too: set data.layout to 'packed'")
-        _require(
-            self.data.seq_len >= 2 * cfg.sequence,
-            f"{key} leaves less than two tokens of data.seq_len = {self.data.seq_len} to a process: lower"
-            " parallel.sequence, or raise data.seq_len",
-        )
-        _require(
-            cfg.sequence_method != "ulysses" or kv_heads % cfg.sequence == 0,
-            f"parallel.sequence_method = 'ulysses' shares key/value heads out, and {cfg.sequence} processes cannot"
-            f" share {kv_heads}: make parallel.sequence a divisor of it, or use 'gather'",
-        )
-        _require(
-            cfg.sequence_method != "ulysses" or model.attention_dropout == 0.0,
-            "parallel.sequence_method = 'ulysses' drops no attention probabilities: set model.attention_dropout to 0,"
-            " or use 'gather'",
-        )
-        _require(
-            cfg.sequence_method != "ring" or model.window == 0,
-            "parallel.sequence_method = 'ring' knows no window (model.window), of which it would send far more than is"
-            " seen: use 'gather'",
-        )
-        _require(
-            cfg.sequence_heads == 0 or kv_heads % cfg.sequence_heads == 0,
-            f"parallel.sequence_heads = {cfg.sequence_heads} does not divide the model's {kv_heads} key/value heads",
-        )
-        drop, standard = self.techniques.layer_drop, self.techniques.standardize
-        _require(
-            drop is None or drop.gate == "batch",
-            f"{key}: with techniques.layer_drop.gate = 'sample' each block would need other sequences, cut anew: set it"
-            " to 'batch'",
-        )
-        _require(
-            standard is None or standard.axis == "token",
-            f"{key}: techniques.standardize.axis = {standard and standard.axis!r} needs statistics over tokens that"
-            " other processes have: set it to 'token'",
         )
 
 
@@ -459,10 +422,9 @@ def dump_config(config: Config) -> str:
 
 
 def _dump_section(name: str, section: dict[str, Any]) -> list[str]:
-    values = {key: value for key, value in section.items() if value is not None}
     lines = [f"[{name}]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
-    inner = [_dump_section(f"{name}.{key}", value) for key, value in values.items() if isinstance(value, dict)]
+    lines += [f"{key} = {_toml(value)}" for key, value in section.items() if not isinstance(value, dict)]
+    inner = [_dump_section(f"{name}.{key}", value) for key, value in section.items() if isinstance(value, dict)]
     return [*lines, "", *(line for part in inner for line in part)]
 
 
@@ -504,14 +466,16 @@ def _start_from(init: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(key: str, kind: Any, value: Any) -> Any:
-    if get_origin(kind) is UnionType:  # an optional subsection; true means: with its defaults
+    if get_origin(kind) in (UnionType, Union):  # an optional subsection; true means: with its defaults
         section: Any = next(part for part in get_args(kind) if is_dataclass(part))
-        if value is None or isinstance(value, section):
+        words = [word for each in get_args(kind) if get_origin(each) is Literal for word in get_args(each)]
+        if value is None or isinstance(value, section) or value in words:
             return value
         if isinstance(value, Mapping):
             return _build_section(key, section, value)
         if not isinstance(value, bool):
-            raise ConfigError(f"{key} = {value!r} must be true, false or a subsection: write [{key}] and keys below")
+            ways = ", ".join(["true", "false", *map(repr, words)])
+            raise ConfigError(f"{key} = {value!r} must be {ways} or a subsection: write [{key}] and keys below")
         return section() if value else None
     if get_origin(kind) is Literal:
         choices = get_args(kind)
@@ -555,6 +519,8 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
 
 
 def _toml(value: Any) -> str:
+    if value is None:  # a subsection that is off; TOML has no null
+        return "false"
     if isinstance(value, float):
         return repr(value)
     # TOML reads JSON's strings, integers, booleans and arrays, but neither surrogate pairs nor a bare DEL.

@@ -11,30 +11,39 @@ import torch.nn.functional as F
 
 from stretto.data import Data, PairData, open_data
 from stretto.generate import translate
+from stretto.mesh import Mesh
 from stretto.model import Model
-from stretto.parallel.sequence import Splitter
+from stretto.precision import autocast, resolve_precision
 from stretto.runtime import Runtime, start
-from stretto.step import autocast, resolve_precision
+from stretto.techniques import Techniques
+from stretto.techniques.technique import At
 from stretto.trained import Trained, load_run_config, load_trained
+
+NONE = Techniques()
 
 
 @torch.no_grad()
 def evaluate(
-    model: Model, precision: str, data: Data, num_batches: int, rt: Runtime, split: Splitter | None = None
+    model: Model,
+    precision: str,
+    data: Data,
+    num_batches: int,
+    rt: Runtime,
+    mesh: Mesh,
+    techniques: Techniques = NONE,
 ) -> dict[str, float]:
-    """Mean loss per predicted token (or image) over the first `num_batches` evaluation batches; 0 means all. `split`
-    gives each of the processes that share sequences its part."""
+    """Mean loss per predicted token (or image) over the first `num_batches` evaluation batches; 0 means all."""
     kind = model.cfg.kind
     num_batches = min(num_batches or data.num_eval_batches, data.num_eval_batches)
     loss_sum, correct = torch.zeros((), device=rt.device), torch.zeros((), device=rt.device)
     num_labels = 0
     was_training = model.training
     model.eval()
-    for i in range(0, num_batches, rt.data_world):
+    for i in range(0, num_batches, mesh.data_world):
         # Where batches run out, a process repeats the last one with weight 0: sharded weights need all to take part.
-        mine = i + rt.data_rank
+        mine = i + mesh.data_rank
         batch = data.eval_batch(min(mine, num_batches - 1))
-        batch = (batch if split is None else split(batch)).to(rt.device)
+        batch = techniques.prepare(batch, At(0, mine, training=False)).to(rt.device)
         weight = float(mine < num_batches)
         with autocast(precision, rt.device):
             if kind == "vit":
@@ -48,9 +57,16 @@ def evaluate(
     (num_labels,) = rt.sum_over_ranks([num_labels])
     totals = rt.sum_tensor(torch.stack([loss_sum, correct])) / max(num_labels, 1)
     loss, accuracy = totals.tolist()
-    if kind == "vit":
-        return {"eval_loss": loss, "accuracy": accuracy}
-    return {"eval_loss": loss, "perplexity": math.exp(min(loss, 80.0))}
+    second = {"accuracy": accuracy} if kind == "vit" else {"perplexity": math.exp(min(loss, 80.0))}
+    return {"eval_loss": loss, **second, **_average(techniques.metrics(), rt)}
+
+
+def _average(values: dict[str, float], rt: Runtime) -> dict[str, float]:
+    """Over all processes, which have measured the same things."""
+    if not values:
+        return {}
+    means = rt.sum_tensor(torch.tensor(list(values.values()), device=rt.device)) / rt.world
+    return dict(zip(values, means.tolist(), strict=True))
 
 
 def measure(folder: Path, beam: int) -> dict[str, Any]:
@@ -66,7 +82,10 @@ def measure(folder: Path, beam: int) -> dict[str, Any]:
             fill_cache=False,  # who measures a run of someone else's does not write where its configuration says
         )
         precision = resolve_precision(cfg.train.precision, rt.device)
-        scores: dict[str, Any] = {"step": trained.step, **evaluate(trained.model, precision, data, 0, rt)}
+        scores: dict[str, Any] = {
+            "step": trained.step,
+            **evaluate(trained.model, precision, data, 0, rt, Mesh(rt.rank, rt.world)),
+        }
         if isinstance(data, PairData):
             scores |= measure_bleu(trained, data.load_test_pairs(), beam)
     return scores

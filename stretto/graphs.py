@@ -5,6 +5,9 @@ name them. A recorded step replays all of them from one call. What a graph reads
 copied into the graph's own tensors, learning rate and loss scale are on the device, and random numbers follow torch's
 generator, whose seed and offset a replay takes over.
 
+An update of one micro-batch in one process is recorded as a whole. Else there is a graph of the passes over a
+micro-batch, for each shape, and one of the update; between them, outside of any graph, gradients travel.
+
 A shape is recorded when it comes for the second time, and there are at most 32 graphs of one kind of work; all else
 runs as usual. buckets.py makes shapes few. The graphs share one pool of memory: nothing in it outlives a replay but
 results, which are copied out. Before it records, torch gives back what the allocator had kept for the steps until then,
@@ -18,7 +21,7 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +30,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from stretto.batch import copy_into, pack, shape_of
+from stretto.batch import Batch, copy_into, pack, shape_of
+from stretto.buckets import to_bucket
+from stretto.execute import Executor, Work
 
+TIMED = 4  # the step after a start that tells whether the host is what steps wait for: kernels are compiled by then
+LAUNCH_BOUND = 0.5  # it is, if issuing a step takes the host more than this share of it
 TIMES = 2  # the first time, kernels are compiled and loaded
 MOST = 32  # graphs
 MANY = 1000  # shapes to count
@@ -54,7 +61,7 @@ class Memory:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """For work that is not recorded, and leaves nothing behind but results."""
+        """Around work that is not recorded, and leaves nothing behind but results: it gets its memory from the pool."""
         if not self.exists:
             yield
             return
@@ -107,7 +114,7 @@ Prepare = Callable[[], AbstractContextManager[tuple[object, Sequence[Tensor]]]]
 
 
 def prepare_nothing() -> AbstractContextManager[tuple[object, Sequence[Tensor]]]:
-    """For work that reads its batches and what never moves, and leaves results and gradients."""
+    """What is entered around work that reads its batches and what never moves, and leaves results and gradients."""
     return nullcontext((None, ()))
 
 
@@ -158,3 +165,89 @@ class Recorder:
         with self.prepare() as (kept, written), self.memory.recorded(graph):
             results = self.work(*own)
         return Recording(graph, own, results, kept, written)
+
+
+class Recorded(Executor):
+    """Replays what it has recorded. The optimizer must be one that can be recorded (`optimizer.recording`)."""
+
+    def __init__(self, work: Work, optimizer: Any) -> None:
+        super().__init__(work)
+        self.memory = Memory()
+        self.whole = Recorder(lambda batch: (work.learn(batch), work.apply()), optimizer.recording, self.memory)
+        self.passes = Recorder(lambda batch: (work.learn(batch),), prepare_nothing, self.memory)
+        self.update = Recorder(lambda: (work.apply(),), optimizer.recording, self.memory)
+        self.key: Hashable = None
+
+    @property
+    def recording_seconds(self) -> float:
+        return self.memory.seconds
+
+    def prepare(self, batch: Batch) -> Batch:
+        return to_bucket(batch)
+
+    def run(self, batches: Sequence[tuple[int, Any]], key: Hashable = ()) -> tuple[Tensor, Tensor]:
+        if key != self.key:
+            self.key = key
+            self.whole.forget()
+            self.passes.forget()
+        if self.work.gradients.stay:
+            return super().run(batches)
+        ((index, batch),) = batches
+        self.work.seed_for(index)
+        loss, norm = self.whole.run(batch)
+        return loss, norm
+
+    def learn(self, batch: Any) -> Tensor:
+        return self.passes.run(batch)[0]
+
+    def apply(self) -> Tensor:
+        return self.update.run()[0]
+
+
+class Auto(Executor):
+    """Chooses while a run goes on: CUDA graphs, if a step is over not long after the host has issued it. One step is
+    timed for it, which changes no number in it."""
+
+    def __init__(
+        self, work: Work, optimizer: Any, agree: Callable[[list[int]], list[list[int]]], give_up: Callable[[], None]
+    ) -> None:
+        """`agree` gives the numbers of all processes for those of this one. `give_up` prepares for steps that will not
+        be recorded."""
+        super().__init__(work)
+        self.optimizer, self.agree, self.give_up = optimizer, agree, give_up
+        self.chosen: Executor = Executor(work)
+        self.left = TIMED
+
+    @property
+    def recording_seconds(self) -> float:
+        return self.chosen.recording_seconds
+
+    def prepare(self, batch: Batch) -> Batch:
+        return to_bucket(batch)
+
+    def run(self, batches: Sequence[tuple[int, Any]], key: Hashable = ()) -> tuple[Tensor, Tensor]:
+        self.left -= 1
+        if self.left != 0:
+            return self.chosen.run(batches, key)
+        begin = self._wait()
+        results = self.chosen.run(batches, key)
+        issued = time.perf_counter()
+        self._choose(issued - begin, self._wait() - begin)
+        return results
+
+    def _wait(self) -> float:
+        if self.work.device.type == "cuda":
+            torch.cuda.synchronize(self.work.device)
+        return time.perf_counter()
+
+    def _choose(self, host_s: float, whole_s: float) -> None:
+        """The process that launching holds up most decides for all."""
+        times = self.agree([round(1e6 * host_s), max(round(1e6 * whole_s), 1)])
+        host, whole = max(times, key=lambda pair: pair[0] / pair[1])
+        found = f"the host takes {host / 1e3:.1f} ms of a step's {whole / 1e3:.1f} ms"
+        if host > LAUNCH_BOUND * whole:
+            self.notes.append(f"CUDA graphs: on: {found}")
+            self.chosen = Recorded(self.work, self.optimizer)
+        else:
+            self.notes.append(f"CUDA graphs: off: {found}")
+            self.give_up()

@@ -1,7 +1,7 @@
 """No update that is not finite is ever applied, and all processes decide alike.
 
 The decision is a number on the device: the global gradient norm, which is the same everywhere because gradients were
-summed over the processes before it was taken, is finite or not. The fused optimizer reads that number and leaves
+summed over the processes before it was taken, is finite or not. The optimizer reads that number and leaves
 weights and moments untouched. The host looks only when it logs, so a healthy run never waits.
 """
 

@@ -75,6 +75,22 @@ class Cache:
             layer.select(rows)
 
 
+class AddingNorm(nn.Module):
+    """What stands where a norm stood, and can take over the sum in front of it."""
+
+    def add(
+        self,
+        branch: Tensor | None,
+        x: Tensor,
+        branch_bias: Tensor | None,
+        p: float,
+        key: Tensor | None,
+        post: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and the stream that goes on: x + dropout(branch + branch_bias), or with `post` the result."""
+        raise TypeError("AddingNorm is abstract")
+
+
 class SelfAttention(nn.Module):
     def __init__(self, cfg: ModelConfig, causal: bool) -> None:
         super().__init__()
@@ -201,7 +217,7 @@ class Stack(nn.Module):
         return self.norm(x)
 
     def shares(self, depth: Depth | None) -> dict[int, Share]:
-        """Of the blocks that work on a batch, by their number; all others leave the stream as it is."""
+        """What each block that works on a batch does, by its number; other blocks leave the stream as it is."""
         return dict.fromkeys(range(len(self.blocks)), EVERYTHING) if depth is None else depth.shares()
 
 
@@ -247,7 +263,7 @@ def narrow(
 
 
 def take(share: Share, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A block's part of the stream x [T, C], and what makes the stream behind it of the block's output."""
+    """The part of the stream x [T, C] that a block works on, and a function that puts the block's output back."""
     subset, stream = share.part.subset, x
     if subset is not None:
         x, stream = _Take.apply(x, subset.tokens)  # type: ignore[no-untyped-call]
@@ -351,7 +367,7 @@ class Writer(Model):
     head: LMHead
 
     def embed(self, inputs: Sequences) -> Tensor:
-        """Of what it writes."""
+        """The embeddings of the tokens that the model writes."""
         return self.embedding(inputs)
 
     def decode(self, ids: Tensor, cache: Cache) -> Tensor:

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from stretto.config import FusedConfig, OptimConfig
+from stretto.config import OptimConfig
 from stretto.ops.adamw import ALIGN, Control, Launch, Place, Rule, Workspace, join, split, upload
 from stretto.weights import Write, put
 
@@ -41,20 +41,19 @@ def learning_rate(cfg: OptimConfig, step: int, total: int) -> float:
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * left)
 
 
-def build_optimizer(
-    model: nn.Module, cfg: OptimConfig, fused: FusedConfig | None = None, seed: int = 0
-) -> torch.optim.Optimizer:
-    """Matrices decay; vectors (biases, norms) do not."""
+Build = Callable[[list[dict[str, Any]], OptimConfig], torch.optim.Optimizer | None]
+
+
+def build_optimizer(model: nn.Module, cfg: OptimConfig, build: Build | None = None) -> torch.optim.Optimizer:
+    """Matrices decay; vectors (biases, norms) do not. `build` may have an optimizer of its own for them."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (cfg.beta1, cfg.beta2)
-    if fused is not None:
-        return FlatAdamW(groups, cfg.lr, betas, cfg.eps, weights=fused.weights, moments=fused.moments, seed=seed)
-    # The fused kernel also takes `found_inf`, by which guard.py cancels an update without asking the host.
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, eps=cfg.eps, fused=True)
+    own = None if build is None else build(groups, cfg)
+    # Torch's fused kernel also takes `found_inf`, by which guard.py cancels an update without asking the host.
+    return own or torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto import __version__
 from stretto.config import RunConfig
 from stretto.errors import CheckpointError, ConfigError, DiskFullError, OutOfMemoryError, PeerLostError, StrettoError
 from stretto.files import open_in_place, open_new, write_text
+from stretto.version import __version__
 
 # Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports; the first match counts.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
@@ -46,21 +46,10 @@ class Runtime:
     rank: int = 0
     world: int = 1
     stop: bool = False  # a signal asked for it
-    sequence: int = 1  # neighbouring processes that share each sequence, and so each micro-batch
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
-
-    @property
-    def data_rank(self) -> int:
-        """Which of those that share out the batch of a step this process is, or its group."""
-        return self.rank // self.sequence
-
-    @property
-    def data_world(self) -> int:
-        """How many there are."""
-        return self.world // self.sequence
 
     def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
         """Integers summed over all processes, on the host: the device is not asked and goes on working."""
@@ -69,6 +58,12 @@ class Runtime:
         tensor = torch.tensor(list(values), dtype=torch.int64)
         dist.all_reduce(tensor)
         return [int(value) for value in tensor]
+
+    def gather_over_ranks(self, values: Sequence[int]) -> list[list[int]]:
+        """The integers of each process, on the host."""
+        size, others = len(values), self.world - 1 - self.rank
+        flat = self.sum_over_ranks([0] * size * self.rank + list(values) + [0] * size * others)
+        return [flat[i : i + size] for i in range(0, len(flat), size)]
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.world > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from stretto.data import Tokenizer, load_tokenizer
 from stretto.errors import CheckpointError, ConfigError
 from stretto.files import refuse_links, write_text
 from stretto.model import Model, build_model, sites
-from stretto.techniques import standardize
+from stretto.techniques import find_changes, load_all
 from stretto.weights import take
 
 
@@ -45,8 +46,8 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None) ->
     config = load_run_config(folder)
     step = _find_step(folder / "checkpoints", step)
     model = build_model(config.model)
-    if config.techniques.standardize is not None:  # it has changed what the model is
-        standardize.apply(model, config.techniques.standardize, sites(model))
+    for technique in find_changes(config, device):
+        technique.apply(model, sites(model))
     model = model.to_empty(device=device).eval()
     checkpoint.restore_weights(model, checkpoint.load(folder / "checkpoints", step, moments=False))
     tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
@@ -61,20 +62,25 @@ def _load_labels(path: Path) -> tuple[str, ...]:
 
 
 def write_folded(target: Path, trained: Trained) -> None:
-    """A run folder with this model alone, its affines moved into its linear layers: nothing is normalised in it."""
+    """A run folder with this model alone, as a plain model that computes the same."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an empty folder: choose another one to export to")
     config = trained.config
-    if config.techniques.standardize is None:
-        raise ConfigError("--fold is for runs with [techniques.standardize]: the norms of this one do not fold")
-    model = standardize.fold(trained.model)
+    changes = find_changes(config, trained.device)
+    if not changes:
+        names = " or ".join(f"[techniques.{cls.name}]" for cls in load_all() if cls.changes_function)
+        raise ConfigError(f"--fold is for runs with {names}: the model of this one is plain already")
+    model: Any = trained.model
+    for technique in changes:
+        model = technique.fold(model)
     weights = {name: take(value) for name, value in model.state_dict().items()}
     shot = checkpoint.Snapshot(weights, {}, {"step": trained.step, "best_step": trained.step})
     checkpoint.save(target / "checkpoints", shot, keep=1)
     if trained.tokenizer is not None:
         (target / "data").mkdir()
         trained.tokenizer.save(target / "data" / "tokenizer.json")
-    techniques = replace(config.techniques, standardize=None)
+    off = {technique.name: None for technique in changes if hasattr(config.techniques, technique.name)}
+    techniques = replace(config.techniques, **off)
     run = replace(config.run, dir=str(target))
     save_run(target, replace(config, run=run, model=model.cfg, techniques=techniques), trained.labels)
 

@@ -17,23 +17,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from stretto.config import ModelConfig
 
 Write = Callable[[Tensor, Tensor], None]
-BRANCH_ENDS = ("attention.out.weight", "cross.out.weight", "mlp.down.weight")
+Adjust = Callable[[str, Tensor], Tensor]
 
 
-def initialise(model: nn.Module, cfg: ModelConfig, seed: int, write: Write, by_depth: bool = False) -> None:
-    """Gives all parameters their first values; `write` puts a whole fp32 value into one, as `put` does. `by_depth`: all
-    kinds scale what adds to the residual stream by its depth, as decoders always do."""
+def initialise(model: nn.Module, cfg: ModelConfig, seed: int, write: Write, adjust: Adjust | None = None) -> None:
+    """Gives all parameters their first values; `write` puts a whole fp32 value into one, as `put` does. `adjust` may
+    change a value, given the name of its parameter."""
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(_key(seed, name))
         value = initial_value(cfg, name, parameter.shape, generator)
-        if by_depth and cfg.kind != "decoder" and name.endswith(BRANCH_ENDS):
-            value /= math.sqrt(_num_branches(cfg, name))
-        write(parameter, value)
-
-
-def _num_branches(cfg: ModelConfig, name: str) -> int:
-    """Of the stack that this parameter is in."""
-    return 3 * (cfg.decoder_layers or cfg.layers) if name.startswith("decoder.") else 2 * cfg.layers
+        write(parameter, value if adjust is None else adjust(name, value))
 
 
 def initial_value(cfg: ModelConfig, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

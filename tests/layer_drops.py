@@ -8,8 +8,8 @@ import torch
 
 from stretto.batch import Batch, Counts
 from stretto.config import LayerDropConfig, ModelConfig
-from stretto.flops import tokens_per_sample
 from stretto.techniques.layer_drop import LayerDrop
+from stretto.techniques.technique import Context
 from tests.models import CLASSES, CONFIGS, Sample, collate
 
 BLOCKS, TOTAL = 4, 1000  # blocks of a stack, steps of a run
@@ -22,7 +22,9 @@ def make_drop(cfg: LayerDropConfig, model: ModelConfig | None = None, seed: int 
     """Layer dropping for a model of few blocks in a run of TOTAL steps."""
     model = model or KINDS["decoder"]
     stacks = {"decoder": ["decoder"], "encoder-decoder": ["encoder", "decoder"]}.get(model.kind, ["encoder"])
-    return LayerDrop(cfg, dict.fromkeys(stacks, model.layers), seed, TOTAL, tokens_per_sample(model))
+    drop = LayerDrop(cfg, Context(model, torch.device("cpu"), "fp32", seed=seed, steps=TOTAL))
+    drop.num_blocks = dict.fromkeys(stacks, model.layers)
+    return drop
 
 
 def make_batches(cfg: ModelConfig, form: str = "packed") -> tuple[Batch, list[Batch]]:

@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from stretto.batch import IGNORE, Batch, Counts, Sequences
-from stretto.config import FusedConfig, ModelConfig, RopeScaling, TechniquesConfig
+from stretto.config import Config, FusedConfig, ModelConfig, OptimConfig, RopeScaling, TechniquesConfig
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Model, build_model, sites
-from stretto.step import autocast
-from stretto.techniques import apply_all
+from stretto.optim import build_optimizer
+from stretto.precision import autocast
+from stretto.techniques import Techniques, open_techniques
+from stretto.techniques.fused import Fused
+from stretto.techniques.technique import Context
 from stretto.weights import initialise, put
 
 VOCAB, WIDTH, MAX_LEN, CLASSES = 43, 24, 40, 4
@@ -150,16 +153,33 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(float((found[key] - value).abs().max() / scale[key]) for key, value in wanted.items())
 
 
+def apply_techniques(
+    model: Model, chosen: TechniquesConfig, device: torch.device = DEVICE, precision: str = "fp32", **context: Any
+) -> Techniques:
+    """Changes a model that is on the meta device; `context` is what else the techniques know of the run."""
+    techniques = open_techniques(Config(techniques=chosen), Context(model.cfg, device, precision, **context))
+    techniques.apply(model, sites(model))
+    return techniques
+
+
 def build(cfg: ModelConfig, fused: FusedConfig | None = None, dtype: torch.dtype = torch.float32) -> Model:
     """A model with or without the `fused` technique, whose weights every precision holds exactly."""
-    model = build_model(cfg)
-    apply_all(model, TechniquesConfig(fused=fused), sites(model), DEVICE, "bf16" if dtype == torch.bfloat16 else "fp32")
+    model, precision = build_model(cfg), "bf16" if dtype == torch.bfloat16 else "fp32"
+    apply_techniques(model, TechniquesConfig(fused=fused), DEVICE, precision)
     materialise(model, cfg, 0, DEVICE)
     with torch.no_grad():  # norms that are not 1 and biases that are not 0
         for i, p in enumerate(model.parameters()):
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * 0.05
             p.copy_((p.cpu() + noise).bfloat16())
     return model.to(dtype).train()
+
+
+def build_adamw(
+    model: torch.nn.Module, cfg: OptimConfig, way: FusedConfig | None, seed: int = 0
+) -> torch.optim.Optimizer:
+    """Torch's AdamW, or that of the `fused` technique, over weights that are kept in this way."""
+    fused = None if way is None else Fused(way, Context(None, DEVICE, "fp32", seed=seed))
+    return build_optimizer(model, cfg, None if fused is None else fused.build_optimizer)
 
 
 def make_batch(cfg: ModelConfig, form: str = "packed", seed: int = 0) -> Batch:

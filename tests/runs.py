@@ -5,10 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+import stretto.build
 from stretto.config import Config
+from stretto.graphs import Auto
+from stretto.mesh import Mesh
 from stretto.report import read_events
+from stretto.runtime import Runtime
+from stretto.techniques import open_techniques
 from tests.corpora import write_corpus
 
 MakeConfig = Callable[..., Config]
@@ -43,3 +51,13 @@ def losses(folder: Path) -> dict[int, float]:
 def eval_losses(folder: Path) -> dict[int, float]:
     """Step -> loss on held-out data."""
     return {event["step"]: event["eval_loss"] for event in read_events(folder) if "eval_loss" in event}
+
+
+def explain_graphs(config: Config) -> list[str]:
+    """What the log of a run on a GPU would say about CUDA graphs."""
+    gpu, update = Runtime(torch.device("cuda")), SimpleNamespace(optimizer=None)
+    context = stretto.build.describe_context(config, gpu, Mesh())
+    obstacles = stretto.build._find_obstacles(config, context, open_techniques(config, context))
+    executor = stretto.build._choose_executor(config.train.graphs, update, None, obstacles, gpu)  # type: ignore[arg-type]
+    assert isinstance(executor, Auto) == (config.train.graphs == "auto" and not obstacles)
+    return executor.take_notes()

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.batch import Batch, copy_into, pack, shape_of
 from stretto.config import LayerDropConfig
+from stretto.techniques.technique import At
 from tests.layer_drops import KINDS, make_batches, make_drop
 
 PLACES = "depths.decoder.parts.3.subset.places."
@@ -37,7 +38,7 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
 def draw(name: str, form: str, index: int) -> Batch:
     """Draws a batch that says which sequences each block works on."""
     drop = make_drop(LayerDropConfig(gate="sample", theta=0.3, schedule="constant"), KINDS[name])
-    return drop(make_batches(KINDS[name], form)[0], 0, index)
+    return drop.prepare(make_batches(KINDS[name], form)[0], At(0, index))
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,16 @@ from torch import Tensor
 from stretto.batch import Batch
 from stretto.config import Config, FusedConfig, TechniquesConfig
 from stretto.errors import ConfigError
-from stretto.model import Decoder, Model, build_model, sites
+from stretto.model import Decoder, Model, build_model
 from stretto.report import read_events
-from stretto.techniques import apply_all
+from stretto.techniques import fused as technique
 from stretto.train import train
 from tests.corpora import write_images, write_pairs
 from tests.models import (
     CONFIGS,
     DEVICE,
     KINDS,
+    apply_techniques,
     build,
     learn,
     make_batch,
@@ -208,7 +209,7 @@ def test_200_steps_in_bf16_stay_closer_to_the_plain_model_than_another_seed(
         changes |= {"train__steps": 200, "train__precision": "bf16", "model__dropout": 0.0}
         return losses(make_config(run__dir=str(tmp_path / name), run__device=DEVICE.type, **changes))
 
-    plain, other = run("plain"), run("other", run__seed=1)
+    plain, other = run("plain", techniques__fused=False), run("other", techniques__fused=False, run__seed=1)
     fused = run("fused", techniques__fused={})
     noise = (plain - other)[20:].abs().mean()
     assert (plain - fused)[20:].abs().mean() < noise
@@ -265,7 +266,7 @@ def test_weights_of_16_bits_train(make_config: MakeConfig, tmp_path: Path, weigh
 def test_16_bit_weights_need_bf16() -> None:
     model = build_model(CONFIGS["decoder"])
     with pytest.raises(ConfigError, match=r"techniques\.fused: weights = 'split' .* train\.precision"):
-        apply_all(model, TechniquesConfig(fused=FusedConfig(weights="split")), sites(model), DEVICE, "fp32")
+        apply_techniques(model, TechniquesConfig(fused=FusedConfig(weights="split")))
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -274,16 +275,14 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     ),
     "an MLP that is off by a thousandth": lambda patch: _wrap(patch, "mlp", lambda out: out * 1.001),
     "keys and values of the wrong layer": lambda patch: patch.setattr(
-        "stretto.layers.FusedStack.project_memory", _shifted_memory
+        "stretto.techniques.fused.FusedStack.project_memory", _shifted_memory
     ),
 }
 
 
 def _wrap(patch: pytest.MonkeyPatch, name: str, change: Callable[[Any], Any]) -> None:
-    import stretto.layers
-
-    right = getattr(stretto.layers, name)
-    patch.setattr(stretto.layers, name, lambda *args, **kw: change(right(*args, **kw)))
+    right = getattr(technique, name)
+    patch.setattr(technique, name, lambda *args, **kw: change(right(*args, **kw)))
 
 
 def _shifted_memory(self: Any, memory: Tensor, shares: dict[int, Any]) -> dict[int, Any]:

@@ -14,23 +14,25 @@ from typing import Any
 import pytest
 import torch
 
-import stretto.step
+import stretto.build
 import stretto.train
 from stretto import checkpoint, graphs, runtime
 from stretto.batch import Batch, Counts, copy_into, pack, shape_of
 from stretto.buckets import to_bucket
+from stretto.build import Trainable
 from stretto.config import Config, load_config
 from stretto.errors import ConfigError, NonFiniteError
 from stretto.evaluate import evaluate
-from stretto.parallel.data import StaticGradients
+from stretto.execute import Executor
+from stretto.mesh import Mesh
+from stretto.parallel.gradients import Gradients, Static
 from stretto.report import read_events
 from stretto.runtime import Runtime
-from stretto.step import GraphChoice, Trainable
 from stretto.train import train
 from tests.corpora import write_images, write_pairs
 from tests.models import KINDS, make_batch
 from tests.ops.checks import DEVICE
-from tests.runs import MakeConfig
+from tests.runs import MakeConfig, explain_graphs
 
 NEVER = 10**9
 Run = Callable[..., tuple[list[float], checkpoint.Snapshot]]
@@ -52,7 +54,7 @@ def run(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch:
             if changes["train__graphs"] == "open":
                 changes["train__graphs"] = "auto"
-                patch.setattr(stretto.step, "TIMED", NEVER)
+                patch.setattr(graphs, "TIMED", NEVER)
             config: Config = make_config(**changes)
             train(config, resume)
         losses = [event["loss"] for event in read_events(folder) if "loss" in event]
@@ -72,7 +74,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.fixture
 def possible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing speaks against graphs, on a CPU too: everything but the recording itself can be tried there."""
-    monkeypatch.setattr(stretto.train, "_find_obstacles", lambda *args: [])
+    monkeypatch.setattr(stretto.build, "_find_obstacles", lambda *args: [])
 
 
 def assert_equal(one: tuple[list[float], checkpoint.Snapshot], two: tuple[list[float], checkpoint.Snapshot]) -> None:
@@ -120,20 +122,20 @@ def test_autograd_hears_of_every_replayed_update_once(make_config: MakeConfig, m
     changes: dict[str, Any] = {"techniques__fused": {"weights": "split"}, "train__precision": "bf16"}
     config = make_config(run__device="cuda", train__graphs="on", train__micro_batches=micro_batches, **changes)
     config = replace(config, model=replace(config.model, vocab=260))
-    parts = stretto.train.build(config, Runtime(torch.device("cuda")))
-    batch, weights = make_batch(KINDS["decoder"]).to(torch.device("cuda")), list(parts.plain.parameters())
+    parts = stretto.train.build(config, Runtime(torch.device("cuda")), Mesh())
+    batch, weights = make_batch(KINDS["decoder"]).to(torch.device("cuda")), list(parts.model.parameters())
     for step in range(8):
         # While steps are recorded nobody else may hold on to the weights' part in a backward pass.
-        early = parts.plain(batch) if step > 4 else None
+        early = parts.model(batch) if step > 4 else None
         versions = [p._version for p in weights]
         batches = [(step * micro_batches + i, batch) for i in range(micro_batches)]
-        stretto.step.run_step(parts, batches, micro_batches * batch.counts.labels, 1)
+        stretto.train.run_step(parts, step, batches, micro_batches * batch.counts.labels, 1)
         assert [p._version for p in weights] == [version + 1 for version in versions], step
         if early is not None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 early.backward()
-    assert parts.recorders is not None
-    assert (parts.recorders.step if micro_batches == 1 else parts.recorders.update).recordings
+    assert isinstance(parts.executor, graphs.Recorded)
+    assert (parts.executor.whole if micro_batches == 1 else parts.executor.update).recordings
 
 
 def test_what_a_replay_changes_is_made_known_to_autograd() -> None:
@@ -343,29 +345,26 @@ def test_the_log_says_why_not_but_not_on_a_cpu(
     assert config.train.graphs == "auto"
     train(config)
     assert "CUDA graphs" not in capsys.readouterr().out
-    gpu, explain = Runtime(torch.device("cuda")), stretto.train._explain_graphs
-    (line,) = explain(config, gpu, "bf16")
+    (line,) = explain_graphs(make_config(techniques__fused=False))
     assert line.startswith("CUDA graphs: off: they need [techniques.fused]")
-    assert explain(make_config(techniques__fused={}), gpu, "bf16") == []
-    assert explain(make_config(train__graphs="off"), gpu, "bf16") == []
-    (line,) = explain(make_config(techniques__fused={}), gpu, "fp16")
+    assert explain_graphs(config) == explain_graphs(make_config(techniques__fused={})) == []
+    assert explain_graphs(make_config(techniques__fused=False, train__graphs="off")) == []
+    (line,) = explain_graphs(make_config(train__precision="fp16"))
     assert "fp16" in line and "fused" not in line
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert explain(make_config(techniques__fused={}), gpu, "bf16") == []
-    (line,) = explain(make_config(techniques__fused={}, parallel__data="shard"), gpu, "bf16")
+    assert explain_graphs(config) == []
+    (line,) = explain_graphs(make_config(parallel__data="shard"))
     assert "shard" in line
 
 
 def test_blocks_that_are_left_out_may_stand_in_the_way(make_config: MakeConfig) -> None:
-    gpu = Runtime(torch.device("cuda"))
-
-    def explain(micro_batches: int = 1, **drop: Any) -> str:
+    def find(micro_batches: int = 1, **drop: Any) -> str:
         changes = {"techniques__layer_drop": drop, "train__micro_batches": micro_batches}
-        return "".join(stretto.train._explain_graphs(make_config(techniques__fused={}, **changes), gpu, "bf16"))
+        return "".join(explain_graphs(make_config(techniques__fused={}, **changes)))
 
-    assert explain() == explain(gate="sample", sampling="bernoulli") == explain(2, gate="sample") == ""
-    assert "too many patterns to record: set it to 'systematic'" in explain(sampling="bernoulli")
-    assert "set its gate to 'sample'" in explain(2)
+    assert find() == find(gate="sample", sampling="bernoulli") == find(2, gate="sample") == ""
+    assert "too many patterns to record: set it to 'systematic'" in find(sampling="bernoulli")
+    assert "set its gate to 'sample'" in find(2)
 
 
 def test_the_setting_is_a_word(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -383,8 +382,8 @@ CPU: dict[str, Any] = {"run__device": "cpu", "train__steps": 8, "train__eval_eve
 def test_static_gradients_add_up_bit_for_bit_as_those_of_autograd(
     run: Run, possible: None, monkeypatch: pytest.MonkeyPatch, micro_batches: int, weights: str
 ) -> None:
-    made, settle = [], StaticGradients.settle
-    monkeypatch.setattr(StaticGradients, "settle", lambda gradients: (made.append(gradients), settle(gradients)))
+    made, settle = [], Static.settle
+    monkeypatch.setattr(Static, "settle", lambda gradients: (made.append(gradients), settle(gradients)))
     extra = CPU | {"train__micro_batches": micro_batches, "techniques__fused": {"weights": weights}}
     if weights == "split":
         extra["train__precision"] = "bf16"
@@ -396,18 +395,18 @@ def test_static_gradients_add_up_bit_for_bit_as_those_of_autograd(
 
 def test_static_gradients_stay_where_they_are(make_config: MakeConfig, possible: None) -> None:
     config = make_config(techniques__fused={}, train__micro_batches=2, model__vocab=260)
-    parts = stretto.train.build(config, Runtime(torch.device(DEVICE)))
-    assert isinstance(parts.gradients, StaticGradients)
-    batch = make_batch(KINDS["decoder"])
+    parts = stretto.train.build(config, Runtime(torch.device(DEVICE)), Mesh())
+    batch, gradients = make_batch(KINDS["decoder"]), parts.update.gradients
+    assert isinstance(gradients, Static)
     places = []
     for step in range(2):
         for _ in range(2):
-            stretto.step.learn(parts, batch)
-            places.append([p.grad.data_ptr() for p in parts.plain.parameters() if p.grad is not None])
-        assert any(flat.abs().max() > 0 for flat in parts.gradients.flats)
-        stretto.step.update(parts)
-        assert all(not flat.any() for flat in parts.gradients.flats), step
-    assert len(places[0]) == len(list(parts.plain.parameters()))
+            parts.update.learn(batch)
+            places.append([p.grad.data_ptr() for p in parts.model.parameters() if p.grad is not None])
+        assert any(flat.abs().max() > 0 for flat in gradients.flats)
+        parts.update.apply()
+        assert all(not flat.any() for flat in gradients.flats), step
+    assert len(places[0]) == len(list(parts.model.parameters()))
     assert all(place % 64 == 0 for place in places[0]) and all(some == places[0] for some in places)
 
 
@@ -420,7 +419,7 @@ def test_a_step_that_the_device_holds_up_is_left_alone(
     micro_batches: int,
 ) -> None:
     """The choice itself, after the fourth step: it changes no number, and gradients are autograd's again."""
-    monkeypatch.setattr(stretto.step, "LAUNCH_BOUND", 2.0)  # no host takes longer than the whole
+    monkeypatch.setattr(graphs, "LAUNCH_BOUND", 2.0)  # no host takes longer than the whole
     built: list[Trainable] = []
     build = stretto.train.build
     monkeypatch.setattr(stretto.train, "build", lambda *args: built.append(build(*args)) or built[-1])
@@ -429,7 +428,8 @@ def test_a_step_that_the_device_holds_up_is_left_alone(
     assert "CUDA graphs" not in capsys.readouterr().out
     assert_equal(off, run("auto", **extra, train__graphs="auto"))
     assert capsys.readouterr().out.count("CUDA graphs: off: the host takes ") == 1
-    assert built[-1].may_record and built[-1].gradients is None and built[-1].recorders is None
+    executor, gradients = built[-1].executor, built[-1].update.gradients
+    assert isinstance(executor, graphs.Auto) and type(executor.chosen) is Executor and type(gradients) is Gradients
 
 
 class Peer(Runtime):
@@ -447,14 +447,18 @@ def test_the_process_that_launching_holds_up_most_decides(
     make_config: MakeConfig, possible: None, monkeypatch: pytest.MonkeyPatch, rank: int, other: Any, wanted: str
 ) -> None:
     """Mine needs 1 of 10 ms."""
-    monkeypatch.setattr(stretto.step, "Recorders", lambda parts: parts)
-    peer, lines = Peer(torch.device("cpu"), rank, 2), list[str]()
+    monkeypatch.setattr(graphs, "Recorded", lambda work, optimizer: (work, optimizer))
+    peer = Peer(torch.device("cpu"), rank, 2)
     peer.other = other
-    parts = stretto.train.build(make_config(techniques__fused={}, model__vocab=64), peer)
-    GraphChoice(parts, peer, lines.append)._choose(1e-3, 10e-3)
+    parts = stretto.train.build(make_config(techniques__fused={}, model__vocab=64), peer, Mesh(rank, 2))
+    executor, update = parts.executor, parts.update
+    assert isinstance(executor, graphs.Auto) and isinstance(update.gradients, Static)
+    executor._choose(1e-3, 10e-3)
     host = {"on": "9.0", "off": "3.0"}[wanted]
-    assert lines == [f"CUDA graphs: {wanted}: the host takes {host} ms of a step's 10.0 ms"]
-    assert (parts.recorders is not None) == (parts.gradients is not None) == (wanted == "on")
+    assert executor.take_notes() == [f"CUDA graphs: {wanted}: the host takes {host} ms of a step's 10.0 ms"]
+    chosen: Any = executor.chosen
+    assert (chosen == (update, update.optimizer)) == (wanted == "on")
+    assert isinstance(update.gradients, Static) == (wanted == "on")
 
 
 def test_buckets_change_only_rounding_in_a_run(run: Run, possible: None, tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from stretto.errors import CheckpointError, ConfigError
 from stretto.flops import training_flops
 from stretto.model import Block, Model, build_model, sites
 from stretto.ops.norm import add_ref
-from stretto.techniques import apply_all
 from stretto.techniques.layer_drop import (
     LEVELS,
     LayerDrop,
@@ -39,9 +38,10 @@ from stretto.techniques.layer_drop import (
     select,
     theta_at,
 )
+from stretto.techniques.technique import At
 from stretto.train import train
 from tests.layer_drops import BLOCKS, KINDS, TOTAL, make_batches, make_drop
-from tests.models import DEVICE, build, learn, recompute_blocks
+from tests.models import DEVICE, apply_techniques, build, learn, recompute_blocks
 from tests.runs import MakeConfig
 
 # The schedule.
@@ -109,8 +109,8 @@ def test_a_gate_times_its_scale_is_1_on_average(num_blocks: int, index: Any) -> 
     cfg = LayerDropConfig(index=index)
     probabilities = keep_probabilities(cfg, 0.5, num_blocks)
     gates = expectations(probabilities)
-    drop = LayerDrop(cfg, {"decoder": num_blocks}, 0, TOTAL, 1)
-    scales = drop(make_batches(KINDS["decoder"])[0], TOTAL, 0).depths["decoder"].scales.tolist()
+    drop = make_drop(cfg, replace(KINDS["decoder"], layers=num_blocks))
+    scales = drop.prepare(make_batches(KINDS["decoder"])[0], At(TOTAL, 0)).depths["decoder"].scales.tolist()
     assert_unbiased(gates, scales)
     later = [1 / (p - 0.5 / num_blocks) for p in probabilities]  # DeepSpeed's: of the next block
     assert 1 + 0.5 / num_blocks < gates[0] * later[0] < 1 + 0.6 / num_blocks
@@ -147,7 +147,7 @@ def test_draws_depend_on_seed_step_stack_and_block_alone() -> None:
 
     def draw(gate: Any, step: int, index: int, seed: int = 0) -> Any:
         drop = make_drop(LayerDropConfig(gate=gate, theta=0.3, schedule="constant", sampling="bernoulli"), cfg, seed)
-        depths = drop(batch, step, index).depths
+        depths = drop.prepare(batch, At(step, index)).depths
         return {
             (name, i): None if part.subset is None else tuple(part.subset.tokens.tolist())
             for name, depth in depths.items()
@@ -195,7 +195,7 @@ def test_each_sequence_goes_through_its_blocks_alone(name: str, gate: Any, form:
     cfg = KINDS[name]
     drop = make_drop(LayerDropConfig(gate=gate, theta=0.3, schedule="constant", index="text"), cfg)
     together, rows = make_batches(cfg, form)
-    batch = drop(together, 3, 3)
+    batch = drop.prepare(together, At(3, 3))
     assert any(len(depth.parts) < BLOCKS or depth.parts[3].subset is not None for depth in batch.depths.values())
 
     model = build(cfg, dtype=torch.float64)
@@ -269,9 +269,8 @@ def test_scaled_as_a_whole_a_block_is_right_on_average(fused: FusedConfig | None
 @pytest.mark.parametrize("scale", ["branch", "update"])
 def test_activation_checkpointing(gate: Any, scale: Any) -> None:
     cfg = replace(KINDS["encoder-decoder"], dropout=0.2, activation_dropout=0.1, attention_dropout=0.1)
-    batch = make_drop(LayerDropConfig(gate=gate, theta=0.3, schedule="constant", scale=scale), cfg)(
-        make_batches(cfg)[0], 1, 1
-    )
+    drop = make_drop(LayerDropConfig(gate=gate, theta=0.3, schedule="constant", scale=scale), cfg)
+    batch = drop.prepare(make_batches(cfg)[0], At(1, 1))
     for fused in (None, FusedConfig(recompute=True)):
         model = build(cfg, fused)
         kept = learn(model, batch)
@@ -284,7 +283,7 @@ def test_activation_checkpointing(gate: Any, scale: Any) -> None:
 def test_blocks_are_compiled_once_whatever_the_pattern(gate: Any, fused: FusedConfig | None) -> None:
     cfg, schedule = KINDS["decoder"], LayerDropConfig(sampling="bernoulli", gamma=0.1, gate=gate)
     drop, (batch, _) = make_drop(schedule, cfg), make_batches(cfg, "padded")
-    batches = [drop(batch, step, step) for step in range(0, 60, 6)]
+    batches = [drop.prepare(batch, At(step, step)) for step in range(0, 60, 6)]
     assert len({shape_of(b) for b in batches}) > 4  # patterns of blocks, or numbers of sequences that they work on
     eager = [learn(build(cfg, fused), b)["loss"] for b in batches]
     model = build(cfg, fused)
@@ -303,13 +302,13 @@ def test_a_recorded_step_is_told_apart_by_its_pattern() -> None:
     drop, (batch, _) = make_drop(LayerDropConfig(theta=0.3, schedule="constant")), make_batches(KINDS["decoder"])
     shapes: dict[Any, set[Any]] = {}
     for step in range(60):
-        one = drop(batch, step, step)
+        one = drop.prepare(batch, At(step, step))
         shapes.setdefault(tuple(one.depths["decoder"].parts), set()).add(shape_of(one))
     assert 1 < len(shapes) <= BLOCKS + 1 and all(len(found) == 1 for found in shapes.values())
     assert len(set.union(*shapes.values())) == len(shapes)
     sample = make_drop(LayerDropConfig(gate="sample", theta=0.3, schedule="constant"))
     padded, _ = make_batches(KINDS["decoder"], "padded")
-    first, second = sample(padded, 0, 0), sample(padded, 0, 1)
+    first, second = (sample.prepare(padded, At(0, index)) for index in (0, 1))
     assert shape_of(first) == shape_of(second)
     own = pack(first)
     copy_into(own, second)
@@ -320,7 +319,7 @@ def test_a_recorded_step_is_told_apart_by_its_pattern() -> None:
 def test_flops_are_those_of_the_blocks_that_work() -> None:
     counts = Counts(100, 100, 90, 1000, 80, 80, 900, 950)
     for cfg in (KINDS["decoder"], KINDS["encoder"], KINDS["encoder-decoder"], KINDS["vit"]):
-        depth = Depth(torch.ones(BLOCKS), {1: Part(), 3: Part()}, False, 0.5, 2.0)
+        depth = Depth(torch.ones(BLOCKS), {1: Part(), 3: Part()}, False, 2.0)
         both = {"encoder": depth, "decoder": depth}
         assert training_flops(cfg, counts, both) == training_flops(replace(cfg, layers=2), counts)
 
@@ -358,7 +357,7 @@ def test_what_is_left_out_does_not_run_nor_learn_and_evaluation_uses_all(
         folder = train(config)
     cfg = config.techniques.layer_drop
     assert cfg is not None
-    layer_drop = LayerDrop(cfg, {"decoder": 6}, config.run.seed, STEPS, 1)
+    layer_drop = make_drop(cfg, replace(KINDS["decoder"], layers=6), config.run.seed)
     works = [list(layer_drop.draw_blocks("decoder", keep_probabilities(cfg, 0.2, 6), step)) for step in range(STEPS)]
     assert 0 < sum(map(len, works)) < STEPS * 6
     if not fused:  # fused blocks have a forward of their own
@@ -407,7 +406,7 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
     with pytest.raises(
         ConfigError, match=r"techniques\.layer_drop: a post-norm block .* use model\.norm_order = 'pre'"
     ):
-        apply_all(model, TechniquesConfig(layer_drop=LayerDropConfig()), sites(model), DEVICE, "fp32")
+        apply_techniques(model, TechniquesConfig(layer_drop=LayerDropConfig()))
     for theta in (0.0, 1.5, -1):
         with pytest.raises(ConfigError, match=r"techniques\.layer_drop\.theta = .* must be above 0"):
             build_config({"techniques": {"layer_drop": {"theta": theta}}})

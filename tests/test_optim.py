@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import stretto.train
+import stretto.build
 from stretto import checkpoint
 from stretto.config import FusedConfig, ModelConfig, OptimConfig
 from stretto.model import build_model
-from stretto.optim import FlatAdamW, build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from stretto.optim import FlatAdamW, clip_gradients, learning_rate, set_learning_rate
 from stretto.report import read_events
 from stretto.train import train
+from tests.models import build_adamw
 from tests.ops.checks import DEVICE, error
 from tests.runs import MakeConfig
 
@@ -61,7 +62,7 @@ def test_matrices_decay_and_vectors_do_not(fused: FusedConfig | None) -> None:
     for parameter in model.parameters():
         torch.nn.init.ones_(parameter)
         parameter.grad = torch.zeros_like(parameter)
-    build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.1), fused).step()
+    build_adamw(model, OptimConfig(lr=0.5, weight_decay=0.1), fused).step()
     for name, parameter in model.named_parameters():
         expected = 0.95 if parameter.ndim == 2 else 1.0
         assert torch.allclose(parameter, torch.tensor(expected)), name
@@ -344,7 +345,7 @@ def test_an_fp16_run_with_flat_adamw(make_config: MakeConfig, monkeypatch: pytes
     runs = []
     for name, fused in (("plain", None), ("flat", FusedConfig())):
         monkeypatch.setattr(
-            stretto.train, "build_optimizer", lambda model, cfg, *_, fused=fused: build_optimizer(model, cfg, fused)
+            stretto.build, "build_optimizer", lambda model, cfg, *_, fused=fused: build_adamw(model, cfg, fused)
         )
         config = make_config(run__dir=str(tmp_path / name), train__precision="fp16", optim__clip=0.5)
         folder = train(config)

@@ -18,18 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.attention import attend
 from stretto.batch import IGNORE, Batch, Counts, Layout, Sequences, dense_layout
-from stretto.config import ModelConfig, ParallelConfig, build_config
+from stretto.config import Config, ModelConfig, ParallelConfig
 from stretto.data.packing import pack
 from stretto.errors import ConfigError
+from stretto.mesh import Mesh, build_mesh
 from stretto.model import Decoder, build_model
 from stretto.parallel.gather import Gather
 from stretto.parallel.layouts import cut, join, split
 from stretto.parallel.partial import HOPPER, Scores, attend_part, backward_part, merge
-from stretto.parallel.sequence import Segment, Splitter, check_processes, choose
+from stretto.parallel.sequence import Segment, SequenceParallel, Splitter, choose
+from stretto.runtime import Runtime
+from stretto.techniques import open_techniques
+from stretto.techniques.technique import Context
+from stretto.train import describe_context
 from tests.models import materialise
 from tests.runs import MakeConfig
 
-LAYOUTS = ("contiguous", "zigzag", "documents")
+CPU, LAYOUTS = torch.device("cpu"), ("contiguous", "zigzag", "documents")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -45,6 +50,22 @@ class Place:
 
     def size(self) -> int:
         return self.of
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a technique asks of the mesh of processes."""
+
+    group: Place
+
+    def get_group(self, name: str) -> Place:
+        assert name == "sequence"
+        return self.group
+
+
+def make_mesh(sequence: int, world: int) -> Mesh:
+    """Seen by the first process, without any other."""
+    return Mesh(0, world, (("sequence", sequence),), Grid(Place(0, sequence)))  # type: ignore[arg-type]
 
 
 def make_layout(lengths: list[int], dense: bool) -> Layout:
@@ -265,7 +286,18 @@ def test_a_model_with_a_window_generates_what_it_was_trained_for() -> None:
     [
         ({"parallel__sequence": 0}, "parallel.sequence = 0 must be positive"),
         ({"parallel__data": "hybrid"}, "set parallel.sequence, or use 'shard'"),
-        ({"parallel__sequence": 16}, "data.seq_len = 16 to a process: lower parallel.sequence"),
+        ({"model__window": 4, "model__kind": "encoder", "data__task": "masked"}, "model.window is for a decoder"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(make_config: MakeConfig, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel__sequence": 16}, "of data.seq_len = 16 are left to a process: lower parallel.sequence"),
         ({"parallel__sequence": 2, "data__layout": "padded"}, "set data.layout to 'packed'"),
         ({"parallel__sequence": 2, "data__task": "images", "model__kind": "vit"}, "an image is a short sequence"),
         (
@@ -278,20 +310,23 @@ def test_a_model_with_a_window_generates_what_it_was_trained_for() -> None:
         ),
         ({"parallel__sequence": 2, "parallel__sequence_method": "ring", "model__window": 4}, "use 'gather'"),
         ({"parallel__sequence": 2, "parallel__sequence_heads": 3}, "does not divide the model's 4 key/value heads"),
-        ({"model__window": 4, "model__kind": "encoder", "data__task": "masked"}, "model.window is for a decoder"),
         (
             {"parallel__sequence": 2, "techniques__layer_drop": {"gate": "sample"}},
-            "each block would need other sequences, cut anew: set it to 'batch'",
+            "techniques.layer_drop: gate = 'sample' would need other sequences for each block.*: set it to 'batch'",
         ),
         (
             {"parallel__sequence": 2, "techniques__standardize": {"axis": "layer"}},
-            "axis = 'layer' needs statistics over tokens that other processes have: set it to 'token'",
+            "techniques.standardize: axis = 'layer' needs statistics over tokens of other processes: set it to 'token'",
         ),
     ],
 )
 def test_what_cannot_be_split_is_refused(make_config: MakeConfig, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_config(**changes)
+    config: Config = make_config(**changes)
+    size = config.parallel.sequence
+    context = describe_context(config, Runtime(CPU, 0, size), make_mesh(size, size))
+    with pytest.raises(ConfigError, match=message) as error:
+        open_techniques(config, context)
+    assert "techniques." in message or str(error.value).startswith("parallel.sequence: ")
 
 
 def test_the_method_is_chosen_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,16 +338,20 @@ def test_the_method_is_chosen_and_the_log_says_why(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     far, reason = choose(auto, model, 2**13, 16)
     assert far.sequence_method == "ulysses" and "on network" in reason and "gather would take" in reason
-    assert f"(ulysses, zigzag): {reason}" in Splitter(far, model, Place(0, 8), reason).describe()  # type: ignore[arg-type]
+    technique = SequenceParallel(auto, Context(model, CPU, "fp32", make_mesh(8, 16), seq_len=2**13))
+    assert technique.cfg == far and f"(ulysses, zigzag): {reason}" in technique.describe()
     dropping, reason = choose(auto, replace(model, attention_dropout=0.1), 2**13, 16)
     assert dropping.sequence_method != "ulysses" and "ulysses cannot: it drops no" in reason
     asked = ParallelConfig(sequence=8, sequence_method="ring")
     assert choose(asked, model, 2**13, 16) == (asked, "")
 
 
-def test_too_few_processes_are_refused() -> None:
+def test_too_few_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"parallel.sequence = 4 needs a multiple of 4 processes, and there are 6"):
-        check_processes(ParallelConfig(sequence=4), 6)
+        build_mesh(ParallelConfig(sequence=4), CPU, 0, 6)
     with pytest.raises(ConfigError, match=r"there is 1: start them by torchrun --nproc-per-node 2"):
-        check_processes(ParallelConfig(sequence=2), 1)
-    check_processes(build_config({"parallel": {"sequence": 2}}).parallel, 4)
+        build_mesh(ParallelConfig(sequence=2), CPU, 0, 1)
+    monkeypatch.setattr("stretto.mesh.init_device_mesh", lambda *args, **options: (args, options))
+    meshes = [build_mesh(ParallelConfig(sequence=2), CPU, rank, 4) for rank in range(4)]
+    assert meshes[0].grid == (("cpu", (2, 2)), {"mesh_dim_names": ("data", "sequence")})
+    assert [(mesh.data_rank, mesh.data_world) for mesh in meshes] == [(0, 2), (0, 2), (1, 2), (1, 2)]

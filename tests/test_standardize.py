@@ -24,21 +24,20 @@ from stretto.config import FusedConfig, LayerDropConfig, ModelConfig, Standardiz
 from stretto.data import open_data
 from stretto.errors import CheckpointError, ConfigError
 from stretto.evaluate import measure
-from stretto.layers import Affine
+from stretto.mesh import Mesh
 from stretto.model import Model, build_model, sites
 from stretto.ops.affine import standardization_loss
 from stretto.optim import learning_rate, set_learning_rate
 from stretto.report import read_events
 from stretto.runtime import Runtime
-from stretto.step import run_step
-from stretto.techniques import apply_all
-from stretto.techniques.standardize import find_pressure, fold, weight_at
+from stretto.techniques.standardize import BRANCH_ENDS, Affine, Pressure, Standardize, fold, weight_at
+from stretto.techniques.technique import At, Context
 from stretto.train import build as build_parts
-from stretto.train import complete, train
+from stretto.train import complete, run_step, train
 from stretto.trained import load_trained
-from stretto.weights import BRANCH_ENDS, initialise, put
+from stretto.weights import initialise, put
 from tests.layer_drops import make_drop
-from tests.models import KINDS, Sample, collate, get_inputs, make_batch, materialise, recompute_blocks
+from tests.models import KINDS, Sample, apply_techniques, collate, get_inputs, make_batch, materialise, recompute_blocks
 from tests.runs import MakeConfig
 
 CPU = torch.device("cpu")
@@ -52,7 +51,7 @@ def build(
     """Builds a model with affines that do something, and a loss of weight FACTOR per site."""
     model = build_model(cfg)
     chosen = TechniquesConfig(fused=FusedConfig() if fused else None, standardize=how)
-    apply_all(model, chosen, sites(model), CPU, "fp32")
+    apply_techniques(model, chosen, CPU)
     materialise(model, cfg, 0, CPU)
     for i, p in enumerate(model.parameters()):
         p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)), alpha=0.1)
@@ -61,9 +60,11 @@ def build(
 
 
 def press(model: Model, factor: float | None, dtype: torch.dtype = torch.float64) -> None:
-    pressure = find_pressure(model)
-    assert pressure is not None
-    pressure.factor = None if factor is None else torch.tensor(factor, dtype=dtype)
+    find_pressure(model).factor = None if factor is None else torch.tensor(factor, dtype=dtype)
+
+
+def find_pressure(model: Model) -> Pressure:
+    return next(site.pressure for site in model.modules() if isinstance(site, Affine))
 
 
 def batch_for(cfg: ModelConfig, form: str = "packed", dtype: torch.dtype = torch.float64) -> Batch:
@@ -148,7 +149,7 @@ def test_padding_and_filler_do_not_count(name: str, fused: bool) -> None:
 def test_blocks_that_work_on_a_part_of_a_batch_are_pulled_by_that_part(name: str, gate: Any) -> None:
     cfg = replace(KINDS[name], norm_order="pre", layers=3)
     drop = make_drop(LayerDropConfig(theta=0.3, schedule="constant", gate=gate), cfg)
-    batch = drop(batch_for(cfg) if cfg.classes else to_bucket(batch_for(cfg)), 0, 0)
+    batch = drop.prepare(batch_for(cfg) if cfg.classes else to_bucket(batch_for(cfg)), At(0, 0))
     if gate == "sample":
         subsets = [part.subset for depth in batch.depths.values() for part in depth.parts.values() if part.subset]
         assert subsets and all(len(find_real(of.layout, len(of.tokens))) == len(of.tokens) for of in subsets)
@@ -216,7 +217,7 @@ def test_compiled(fused: bool) -> None:
     for factor in (FACTOR, 2 * FACTOR):
         for m in (eager, model):
             pressure = find_pressure(m)
-            assert pressure is not None and pressure.factor is not None
+            assert pressure.factor is not None
             pressure.factor.fill_(factor)
         for batch in batches:
             assert_equal(gradients(model, model(batch)), gradients(eager, eager(batch)), atol=1e-5)
@@ -269,7 +270,8 @@ def test_branches_begin_smaller_by_the_root_of_their_number(name: str) -> None:
     cfg = KINDS[name]
     models = [build_model(cfg, "cpu") for _ in range(2)]
     for model, by_depth in zip(models, (False, True), strict=True):
-        initialise(model, cfg, 0, put, by_depth)
+        technique = Standardize(StandardizeConfig(depth_init=by_depth), Context(cfg, CPU, "fp32"))
+        initialise(model, cfg, 0, put, technique.start_value)
     for (key, plain), (_, scaled) in zip(*(model.named_parameters() for model in models), strict=True):
         ratio = 1.0
         if key.endswith(BRANCH_ENDS) and name != "decoder":  # which begins like that anyway
@@ -303,6 +305,43 @@ def test_a_run_resumes_exactly_evaluates_and_folds(make_config: MakeConfig, tmp_
     assert exit_code("export", str(folder), str(tmp_path / "theirs"), "--to", "hf") == ConfigError.exit_code
 
 
+@torch.no_grad()
+def measure_by_hand(model: Model, batch: Batch, stride: int) -> float:
+    """A mean over the channels of all sites."""
+    assert batch.inputs is not None
+    real = find_real(batch.inputs.layout, len(batch.inputs.ids))
+    counted = (real & (torch.arange(len(real)) % stride == 0)).float()
+    rows, results = counted / counted.sum(), list[Tensor]()
+    affines = [site for site in model.modules() if isinstance(site, Affine)]
+    hooks = [site.register_forward_hook(lambda site, args, y: results.append(y)) for site in affines]
+    model(batch)
+    for hook in hooks:
+        hook.remove()
+    assert len(results) == len(affines) == 5
+    return float(sum(standardization_loss(y, rows, "token") for y in results) / (5 * model.cfg.width))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_an_evaluation_line_has_the_value_of_the_loss(make_config: MakeConfig, fused: bool) -> None:
+    """Without its weight, a mean over batches; in the middle of a run too, which it does not change."""
+    how = {"stride": 3, "weight": 2.0, "warmup": 0}
+    config = make_config(techniques__standardize=how, techniques__fused=fused, train__eval_every=4)
+    folder = train(config)
+    lines = {event["step"]: event["standardization_loss"] for event in read_events(folder) if "eval_loss" in event}
+    assert list(lines) == [4, 6] and len(set(lines.values())) == 2
+    data = open_data(config.data, seed=0, folder=folder / "data", image_size=0)
+    for step, found in lines.items():
+        model = load_trained(folder, CPU, step).model
+        wanted = [measure_by_hand(model, data.eval_batch(i), 3) for i in range(config.train.eval_batches)]
+        assert len(set(wanted)) == 2 and found == pytest.approx(sum(wanted) / 2, rel=1e-5)
+
+
+def test_there_is_no_such_value_without_it(make_config: MakeConfig) -> None:
+    events = read_events(train(make_config(train__eval_every=4)))
+    assert sum("eval_loss" in event for event in events) == 2
+    assert not any("standardization_loss" in event for event in events)
+
+
 def exit_code(*arguments: str) -> int:
     result = CliRunner().invoke(app, list(arguments))
     return result.exit_code if result.exception is None else getattr(result.exception, "exit_code", 1)
@@ -332,9 +371,9 @@ def learn_python(folder: Path, steps: int, techniques: dict[str, Any], depth: fl
         "techniques": techniques,
     })  # fmt: skip
     data = open_data(config.data, seed=0, folder=folder / "data", image_size=0)
-    config = complete(config, data, Runtime(CPU))
-    parts, random = build_parts(config, Runtime(CPU)), torch.Generator().manual_seed(0)
-    for name, p in parts.plain.named_parameters():
+    config = complete(config, data, Mesh())
+    parts, random = build_parts(config, Runtime(CPU), Mesh()), torch.Generator().manual_seed(0)
+    for name, p in parts.model.named_parameters():
         if p.ndim == 2:
             scale = 1.0 if name.startswith("embedding") else p.shape[1] ** -0.5
             scale *= depth if name.endswith(BRANCH_ENDS) else 1.0
@@ -342,10 +381,8 @@ def learn_python(folder: Path, steps: int, techniques: dict[str, Any], depth: fl
     found = []
     for step in range(steps):
         batch = data.train_batch(step)
-        set_learning_rate(parts.optimizer, learning_rate(config.optim, step, steps))
-        if parts.pressure is not None and config.techniques.standardize is not None:
-            parts.pressure.weight = weight_at(config.techniques.standardize, step, steps)
-        loss, _ = run_step(parts, [(step, batch)], batch.counts.labels, 1)
+        set_learning_rate(parts.update.optimizer, learning_rate(config.optim, step, steps))
+        loss, _ = run_step(parts, step, [(step, batch)], batch.counts.labels, 1)
         found.append(float(loss) / batch.counts.labels)
     return sum(found[-25:]) / 25
 

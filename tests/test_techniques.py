@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from stretto import techniques
 from stretto.config import ModelConfig, TechniquesConfig
 from stretto.errors import ConfigError
-from stretto.model import build_model, sites
+from stretto.model import build_model
+from stretto.techniques import load_all
+from stretto.techniques.technique import Sites, Technique
+from tests.models import apply_techniques
 
-CPU = torch.device("cpu")
+CALLS: list[str] = []  # what was applied, to how many blocks
 
 
 @dataclass(frozen=True)
@@ -25,35 +28,43 @@ class Switches(TechniquesConfig):
     second: str | None = None
 
 
+class Named(Technique):
+    exact = True
+
+    def check(self, others: Sequence[Technique]) -> list[str]:
+        return [] if self.cfg == "good" else [f"{self.cfg} is no good"]
+
+    def apply(self, model: nn.Module, sites: Sites) -> None:
+        CALLS.append(f"{self.name} on {len(sites['block'])} blocks")
+
+
 @pytest.fixture
 def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    calls: list[str] = []
     for name in ("first", "second"):
         module: Any = ModuleType(name)
-        module.check = lambda cfg, model, device, precision: [] if cfg == "good" else [f"{cfg} is no good"]
-        module.apply = lambda model, cfg, roles, name=name: calls.append(f"{name} on {len(roles['block'])} blocks")
-        monkeypatch.setitem(sys.modules, f"stretto.techniques.{name}", module)
+        module.technique = type(name, (Named,), {"name": name, "__module__": name})
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(techniques, "ORDER", ("second", "first"))
-    return calls
+    CALLS.clear()
+    return CALLS
 
 
-def apply(cfg: TechniquesConfig) -> nn.Module:
-    model = build_model(ModelConfig(vocab=8))
-    techniques.apply_all(model, cfg, sites(model), CPU, "fp32")
-    return model
+def apply(**switches: Any) -> techniques.Techniques:
+    return apply_techniques(build_model(ModelConfig(vocab=8)), Switches(**switches))
 
 
 def test_they_are_applied_in_order_and_only_when_switched_on(applied: list[str]) -> None:
-    apply(Switches(first="good", second="good"))
-    apply(Switches(first="good"))
+    both, one = apply(first="good", second="good"), apply(first="good")
     assert applied == ["second on 4 blocks", "first on 4 blocks", "first on 4 blocks"]
+    assert [each.name for each in both] == ["second", "first"] and [each.name for each in one] == ["first"]
 
 
 def test_every_reason_is_given_and_nothing_is_changed(applied: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"techniques\.second: bad is no good; techniques\.first: worse is no good"):
-        apply(Switches(first="worse", second="bad"))
+        apply(first="worse", second="bad")
     assert applied == []
 
 
-def test_a_switch_exists_for_each_technique_in_the_order() -> None:
-    assert set(techniques.ORDER) == set(TechniquesConfig.__dataclass_fields__)
+def test_a_technique_exists_for_each_switch_in_its_order() -> None:
+    """That of sequence parallelism is a number, in [parallel]."""
+    assert [cls.name for cls in load_all()] == [*TechniquesConfig.__dataclass_fields__, "sequence"]

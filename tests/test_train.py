@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-import stretto.step
 import stretto.train
 from stretto import checkpoint
 from stretto.config import Config
@@ -45,12 +44,12 @@ def trace_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trace]:
 
     def run(config: Config, stops: tuple[int, ...] = ()) -> Trace:
         trace, left = Trace(), list(stops)
-        run_step, done = stretto.step.run_step, 0
+        run_step, done = stretto.train.run_step, 0
 
-        def watched(parts: Any, batches: Any, *rest: Any) -> Any:
+        def watched(parts: Any, step: int, batches: Any, *rest: Any) -> Any:
             nonlocal done
             trace.samples += [(index, batch.samples) for index, batch in batches]
-            result = run_step(parts, batches, *rest)
+            result = run_step(parts, step, batches, *rest)
             done += 1
             if left and done == left[0] - 1:  # the flag is read when the next step begins
                 left.pop(0)
@@ -169,14 +168,14 @@ def test_saving_logging_and_evaluating_change_nothing(
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Makes the loss infinite at these steps, inside the real update."""
-    run_step, count = stretto.step.run_step, 0
+    run_step, count = stretto.train.run_step, 0
 
     def poisoned(parts: Any, *rest: Any) -> Any:
         nonlocal count
         count += 1
         handle = None
         if count in steps:
-            handle = parts.plain.register_forward_hook(lambda module, args, loss: loss * torch.inf)
+            handle = parts.model.register_forward_hook(lambda module, args, loss: loss * torch.inf)
         result = run_step(parts, *rest)
         if handle is not None:
             handle.remove()
@@ -239,7 +238,7 @@ def test_a_run_that_keeps_no_checkpoint_writes_none(make_config: MakeConfig, mon
     losses = [event["eval_loss"] for event in read_events(folder) if "eval_loss" in event]
     assert len(losses) == 3
 
-    run_step = stretto.step.run_step
+    run_step = stretto.train.run_step
 
     def interrupted(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -285,7 +284,8 @@ def test_interrupted_equals_uninterrupted_on_a_gpu(
         trace_run(
             make_config(
                 run__dir=str(tmp_path / name), run__device="cuda", run__deterministic=True, train__steps=20,
-                train__precision=precision, train__micro_batches=2, data__join_documents=join, data__batch_size=8,
+                techniques__fused=False, train__precision=precision, train__micro_batches=2, data__join_documents=join,
+                data__batch_size=8,
             ),
             stops,
         )

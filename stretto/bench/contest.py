@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from stretto.bench.peers import MODES
 from stretto.bench.show import Results, describe_result, draw_chart, print_table, say, with_ratios
 from stretto.bench.workloads import WORKLOADS, Workload, fit_to_device
-from stretto.config import PRESETS, Config, build_config, dump_config, load_config
+from stretto.config import PRESETS, Config, TechniquesConfig, build_config, dump_config, load_config
 from stretto.errors import ConfigError, StrettoError
 from stretto.runtime import Runtime, choose_device, describe_environment
 
 LIMIT_S = 1800.0  # a contestant that takes longer is stopped
 FUSED = ("stretto", "stretto hf")
+OFF = {section.name: False for section in fields(TechniquesConfig)}
 LEARNING_RATE = 1e-4  # low enough for every model to stay finite on random data
 TINY = "On a CPU: tiny models and batches instead of the named ones. These numbers say nothing about a GPU."
 
@@ -126,11 +127,12 @@ def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> di
     launched by CUDA graphs, and fp32 weights in two halves: exact, and not cast for each product."""
     data = _DATA[PRESETS[workload.model["preset"]]["kind"]]
     recipe = {"model": workload.model, "data": data, "optim": {"lr": LEARNING_RATE}, "train": {"compile": True}}
+    recipe["techniques"] = dict(OFF)
     if contestant in FUSED:
         # Weights and moments in 16 bits, as the others then have them; and where those count, so do activations.
         lean = {"weights": "bf16", "moments": "bf16", "recompute": True}
         exact = {"weights": "split" if graphs else "fp32"}  # a CPU computes in fp32
-        recipe["techniques"] = {"fused": lean if workload.bf16_weights else exact}
+        recipe["techniques"] |= {"fused": lean if workload.bf16_weights else exact}
         recipe["train"] = {"graphs": "on" if graphs and contestant == "stretto" else "off"}
     return recipe
 

@@ -53,6 +53,8 @@ from stretto.ops.mlp import mlp
 from stretto.ops.norm import add_norm
 from stretto.optim import build_optimizer, clip_gradients
 from stretto.runtime import choose_device
+from stretto.techniques.fused import Fused
+from stretto.techniques.technique import Context
 
 WARM_UP, TIMED = 10, 30  # calls
 COVER_BYTES, COVERS = 2**31, 4  # what is overwritten before a call, and how often
@@ -246,7 +248,8 @@ def build_adamw(layers: int, width: int, vocab: int, weights: str) -> Problem:
 
 def make_update(trained: nn.Module, fused: FusedConfig | None) -> Callable[[], tuple[Tensor, ...]]:
     cfg, parameters = OptimConfig(), tuple(trained.parameters())
-    optimizer = build_optimizer(trained, cfg, fused)
+    context = Context(None, next(trained.parameters()).device, "bf16")
+    optimizer = build_optimizer(trained, cfg, None if fused is None else Fused(fused, context).build_optimizer)
 
     def update() -> tuple[Tensor, ...]:
         clip_gradients(trained, optimizer, cfg.clip)

@@ -27,7 +27,9 @@ from stretto.data.packing import find_slots, spread, to_tensor
 from stretto.errors import ConfigError
 from stretto.families import choose_family, write_model
 from stretto.optim import FlatAdamW, build_optimizer
-from stretto.step import autocast, resolve_precision
+from stretto.precision import autocast, resolve_precision
+from stretto.techniques import find_optimizers, open_techniques
+from stretto.techniques.technique import Context
 
 # How each is compiled; None: not at all.
 MODES: dict[str, dict[str, str] | None] = {"eager": None, "compile": {}, "graphs": {"mode": "reduce-overhead"}}
@@ -66,15 +68,15 @@ def build_accelerated(
 ) -> Contestant:
     from stretto.hf import Step, accelerate, report  # imports transformers
 
-    fused = config.techniques.fused
-    if fused is None:
-        raise ConfigError(
-            "techniques.fused: the accelerated model takes its weights and moments from there; leave it on"
-        )
-    weights = torch.float32 if fused.weights == "fp32" else torch.bfloat16
+    precision = resolve_precision(config.train.precision, device)
+    techniques = open_techniques(config, Context(config.model, device, precision, seed=config.run.seed))
+    if not techniques.has_optimizer:
+        names = " or ".join(find_optimizers())
+        raise ConfigError(f"{names}: the accelerated model takes its weights and moments from there; leave it on")
+    weights = techniques.parameter_dtype
     model, parameters = _build(config, own, weights, device)
     print(report(accelerate(model)), flush=True)
-    optimizer = build_optimizer(model, config.optim, fused)
+    optimizer = build_optimizer(model, config.optim, techniques.build_optimizer)
     assert isinstance(optimizer, FlatAdamW)
     step = Step(model, optimizer, config.optim.clip)
     # Ids and labels stay on the CPU, where a loader leaves them: what is real is decided there. Pixels are large.
@@ -83,7 +85,6 @@ def build_accelerated(
         {name: t.to(device, weights) if t.is_floating_point() else t for name, t in some.items()} for some in inputs
     ]
     records = step.recorder is not None
-    precision = resolve_precision(config.train.precision, device)
 
     def run(i: int) -> Tensor:
         with autocast(precision, device) if weights == torch.float32 else nullcontext():

@@ -20,18 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto import graphs, runtime, train
+from stretto import graphs, runtime
 from stretto.batch import Batch, Counts
 from stretto.bench.batches import Draw, count, draw_batches, to_batch
 from stretto.bench.measure import Contestant, Work, measure
 from stretto.bench.workloads import WORKLOADS, fit_to_device
 from stretto.buckets import to_bucket
+from stretto.build import build, describe_context, run_step
 from stretto.config import Config, load_config
 from stretto.errors import OutOfMemoryError
 from stretto.flops import tokens_per_sample, training_flops
-from stretto.model import build_model
+from stretto.mesh import build_mesh
+from stretto.model import build_model, sites
+from stretto.precision import PRECISIONS, resolve_precision
 from stretto.runtime import Runtime
-from stretto.step import PRECISIONS, resolve_precision, run_step
+from stretto.techniques import open_techniques
+from stretto.techniques.technique import At
 
 DRAWN = 32  # number of steps whose blocks represent a whole run
 
@@ -58,29 +62,30 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
             contestant = build_ours(config, draws, rt, weights)
             counts = [form(draw, config).counts for draw in draws]
         filler = None if counts is None else sum(c.padding for c in counts) / sum(c.all_slots for c in counts)
-        return measure(contestant, count_work(config, draws), steps, rt.device, precision) | {"filler": filler}
+        return measure(contestant, count_work(config, draws, rt), steps, rt.device, precision) | {"filler": filler}
 
 
 def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torch.dtype) -> Contestant:
-    # Plain parameters are born in that type; the fused technique has its own way to keep them.
-    with _default_dtype(weights if config.techniques.fused is None else torch.float32):
-        parts = train.build(config, rt)
+    mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
+    techniques = open_techniques(config, describe_context(config, rt, mesh))
+    # Plain parameters are born in that type; an optimizer of a technique has its own way to keep them.
+    with _default_dtype(torch.float32 if techniques.has_optimizer else weights):
+        parts = build(config, rt, mesh)
     forms = [form(draw, config) for draw in draws]
     batches = [batch.to(rt.device) for batch in forms]
 
     def step(i: int) -> Tensor:
-        batch = batches[i % len(batches)]
-        if parts.layer_drop is not None:  # other blocks in every step
-            batch = parts.layer_drop(forms[i % len(batches)], i, i).to(rt.device)
-        loss_sum, _ = run_step(parts, [(i, batch)], batch.counts.labels, rt.world)
+        usual = forms[i % len(batches)]
+        prepared = parts.techniques.prepare(usual, At(i, i))
+        batch = batches[i % len(batches)] if prepared is usual else prepared.to(rt.device)
+        loss_sum, _ = run_step(parts, i, [(i, batch)], batch.counts.labels, rt.world)
         return loss_sum / batch.counts.labels
 
-    records = parts.recorders is not None
+    records = isinstance(parts.executor, graphs.Recorded)
     passes = graphs.TIMES + 2 if records else 3  # each batch may have a shape of its own
-    drop = parts.layer_drop
-    if records and drop is not None and drop.cfg.gate == "batch":
-        passes += 2 * max(drop.num_blocks.values())  # and each pattern of blocks has a graph
-    return Contestant(step, [p for p in parts.plain.parameters() if p.requires_grad], passes, records)
+    if records:
+        passes += 2 * (parts.techniques.num_kinds - 1)  # and each kind of step has a graph
+    return Contestant(step, [p for p in parts.model.parameters() if p.requires_grad], passes, records)
 
 
 def form(draw: Draw, config: Config) -> Batch:
@@ -89,13 +94,14 @@ def form(draw: Draw, config: Config) -> Batch:
     return to_bucket(batch) if config.train.graphs == "on" else batch
 
 
-def count_work(config: Config, draws: Sequence[Draw]) -> Work:
-    counts, cfg = [count(draw) for draw in draws], config.techniques.layer_drop
-    flops = [training_flops(config.model, c) for c in counts]
-    if cfg is not None:  # of the blocks that work, on average
-        drop = train.build_layer_drop(cfg, config, build_model(config.model))
-        depths = [drop(form(draws[0], config), step, step).depths for step in range(DRAWN)]
-        flops = [fmean(training_flops(config.model, c, one) for one in depths) for c in counts]
+def count_work(config: Config, draws: Sequence[Draw], rt: Runtime) -> Work:
+    """Techniques may leave some of it out, other parts in every step: the mean counts."""
+    model, mesh = build_model(config.model), build_mesh(config.parallel, rt.device, rt.rank, rt.world)
+    techniques = open_techniques(config, describe_context(config, rt, mesh))
+    techniques.apply(model, sites(model))
+    depths = [techniques.prepare(form(draws[0], config), At(step, step)).depths for step in range(DRAWN)]
+    counts = [count(draw) for draw in draws]
+    flops = [fmean(training_flops(config.model, c, one) for one in depths) for c in counts]
     tokens = sum(c.tokens for c in counts) * tokens_per_sample(config.model)
     return Work(num_batches=len(draws), tokens=tokens, flops=sum(flops))
 

@@ -26,8 +26,7 @@ from stretto.errors import CheckpointError, ConfigError
 from stretto.families import choose_family, name_architecture, read_family, read_model, write_model, write_rope
 from stretto.hf.tokenizer import find_token, write_tokenizer
 from stretto.hf.weights import Match, match, to_ours, to_theirs
-from stretto.layers import Affine
-from stretto.model import Model, build_model
+from stretto.model import AddingNorm, Model, build_model
 from stretto.weights import Write, initialise, put, take
 
 WEIGHTS = "model.safetensors"
@@ -128,9 +127,9 @@ def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels
     """Publishes a model as a folder that `from_pretrained` loads; only images have no tokenizer."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an empty folder: choose another one to export to")
-    if any(isinstance(module, Affine) for module in model.modules()):
+    if any(isinstance(module, AddingNorm) for module in model.modules()):
         raise ConfigError(
-            "[techniques.standardize] has trained this model without norms, which every Hugging Face model has:"
+            "this model was trained without norms, which every Hugging Face model has:"
             " add --fold, which writes a folder for stretto eval and stretto generate"
         )
     config = build_config(model.cfg, tokenizer, labels)

@@ -25,6 +25,7 @@ from stretto.hf.packing import argument_names, given_arguments, replace_argument
 from stretto.hf.pending import compute
 from stretto.hf.roles import Site, Stack, is_norm, quietly
 from stretto.techniques.layer_drop import POST_NORM, LayerDrop, keep_probabilities, level_at
+from stretto.techniques.technique import Context
 
 SAY_STEPS = "stretto.accelerate(model, ..., steps=NUMBER)"
 LOUD = 4096.0  # the size of that stream; fp16 holds it
@@ -119,8 +120,8 @@ def plan_drops(
         reasons = [f"{', '.join(where)}: {problem}" for problem, where in problems.items()]
         why = "; ".join(reasons) or "no stack of layers with attention by transformers' AttentionInterface"
         raise ValueError(f"layer_drop does not apply to {type(model).__name__}: {why}")
-    sizes = {name: len(of_stack) for name, of_stack in gates.items()}
-    return Dropping(LayerDrop(cfg, sizes, seed, total=0, image_tokens=0), gates)
+    device = next(model.parameters()).device
+    return Dropping(LayerDrop(cfg, Context(None, device, "fp32", seed=seed)), gates)
 
 
 def find_gates(stack: Stack, inputs: dict[str, Any] | None, cfg: LayerDropConfig) -> list[Gate] | str:

@@ -28,13 +28,13 @@ from torch.utils._pytree import tree_map_only
 
 from stretto.hf.call import current_call
 from stretto.hf.pending import Pending, compute, deferring, is_deferring
-from stretto.layers import Pressure
 from stretto.ops.activation import activate
 from stretto.ops.affine import add_affine
 from stretto.ops.dropout import draw_keys
 from stretto.ops.linear import linear, linears
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm, norm
+from stretto.techniques.standardize import Pressure
 
 WRAPPERS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "stretto"}  # whose hooks take any shape
 CAPTURE = "transformers.utils.output_capturing"  # leaves hooks behind once hidden states were asked for: they sleep

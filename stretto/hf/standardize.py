@@ -25,8 +25,7 @@ from stretto.hf.layer_drop import SAY_STEPS
 from stretto.hf.layers import Tokens
 from stretto.hf.packing import argument_names, given_arguments
 from stretto.hf.roles import Site, Stack
-from stretto.layers import Pressure
-from stretto.techniques.standardize import weight_at
+from stretto.techniques.standardize import Pressure, weight_at
 
 
 @dataclass(eq=False)
@@ -50,15 +49,9 @@ class Pulling:
     def set_step(
         self, step: int, steps: int, share: float, scaler: torch.amp.GradScaler | None, device: torch.device
     ) -> None:
-        of = self.pressure
         if self.cfg.final < 1 and steps == 0:
             raise ValueError(f"standardize.final = {self.cfg.final} needs the number of updates: {SAY_STEPS}")
-        of.weight = weight_at(self.cfg, step, steps)
-        if of.factor is None or of.factor.device != device:
-            of.factor = torch.zeros((), device=device)
-        of.factor.fill_(of.weight * share / of.num_channels)
-        if scaler is not None:
-            of.factor.copy_(scaler.scale(of.factor))
+        self.pressure.press(weight_at(self.cfg, step, steps) * share, device, scaler)
 
 
 def find_problem(model: nn.Module, site: Site) -> str | None:
@@ -84,7 +77,7 @@ def plan_pulls(
 ) -> tuple[Pulling, dict[nn.Module, Tokens]]:
     """For these norms."""
     sizes = [next(site.module.parameters()).numel() for site in norms]
-    pressure = Pressure(cfg.weight, sum(sizes), cfg.axis, cfg.stride)
+    pressure = Pressure(sum(sizes), cfg.axis, cfg.stride)
     stacks = {id(stack.owner): stack for stack in found}
     around: dict[int, Around] = {}
     tokens: dict[nn.Module, Tokens] = {}

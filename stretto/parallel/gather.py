@@ -6,7 +6,7 @@ of all, which travel together in one all-gather; their gradients come back in on
                 what everyone found for its own. A sum, not a mean: each of them is a term of the chain rule
 
 What arrives is as long as the whole sequence. `keep` holds it until the backward pass, else it is gathered again then;
-`heads` lets it arrive so many key/value heads at a time, each while the one before is attended to.
+`heads` is the number of key/value heads that arrive at a time, while those before are attended to.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Back."""
+    """[1, H, T, D] as [T, H, D]."""
     return x[0].transpose(0, 1)
 
 

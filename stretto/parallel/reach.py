@@ -36,7 +36,7 @@ class Reach:
     places: Tensor  # int64 [M]: where they are in their sequences
     dense: bool  # lengths are the same in every batch
     causal: bool = False  # the last query of a group sees all its keys, the one before all but the last, ...
-    window: int = 0  # and each so many, the last ones; 0: all
+    window: int = 0  # number of keys that a query sees, the last ones; 0: all
 
     @property
     def num_keys(self) -> int:

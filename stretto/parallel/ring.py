@@ -24,7 +24,7 @@ from stretto.parallel.reach import Reach
 class Ring:
     group: dist.ProcessGroup
     own: Reach
-    others: dict[int, Reach]  # among the keys of the process so many places before this one: 1, 2, ...
+    others: dict[int, Reach]  # by the distance 1, 2, ... to the process whose keys are meant, backwards in the ring
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         out: Tensor = _Ring.apply(q, k, v, self, scores)  # type: ignore[no-untyped-call]

@@ -19,19 +19,17 @@ sequence and over the data, and learned positions are no special case: a process
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.batch import IGNORE, Batch, Counts, Layout, Sequences
-from stretto.config import ModelConfig, ParallelConfig
+from stretto.config import Config, ModelConfig, ParallelConfig
 from stretto.costs import NETWORK, NVLINK, choose_method
-from stretto.errors import ConfigError
 from stretto.ops.attention import words_ref
 from stretto.ops.dropout import draw_keys
 from stretto.parallel.gather import Gather
@@ -40,26 +38,13 @@ from stretto.parallel.partial import Scores
 from stretto.parallel.reach import Side, reach_others, reach_own
 from stretto.parallel.ring import Ring
 from stretto.parallel.ulysses import Ulysses
+from stretto.techniques.technique import At, Context, Estimate, Technique
 
 Method = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
 
 
-def check_processes(cfg: ParallelConfig, world: int) -> None:
-    if world % cfg.sequence:
-        raise ConfigError(
-            f"parallel.sequence = {cfg.sequence} needs a multiple of {cfg.sequence} processes, and there "
-            f"{'is 1' if world == 1 else f'are {world}'}: start them by torchrun --nproc-per-node {cfg.sequence}, or "
-            "lower parallel.sequence"
-        )
-
-
-def build_mesh(device: torch.device, world: int, sequence: int) -> DeviceMesh:
-    """(data, sequence); neighbours share a sequence, since they have the faster links."""
-    return init_device_mesh(device.type, (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
-
-
 def choose(cfg: ParallelConfig, model: ModelConfig, tokens: int, world: int) -> tuple[ParallelConfig, str]:
-    """With a method, and why it is that one if it was not asked for, given so many tokens in a sequence."""
+    """The options with a method for sequences of `tokens`, and the reason for it unless the recipe names one."""
     if cfg.sequence_method != "auto":
         return cfg, ""
     # Groups are neighbours: with as many in a machine as torchrun says, none of them spans two.
@@ -98,10 +83,9 @@ class Splitter:
     cfg: ParallelConfig
     model: ModelConfig
     group: dist.ProcessGroup  # of those who share a sequence
-    reason: str = ""  # for the method
 
     def __call__(self, batch: Batch) -> Batch:
-        """A micro-batch that all of the group have read, on the CPU."""
+        """A micro-batch that the whole group has read, on the CPU."""
         assert batch.inputs is not None
         part, size, counts = self.group.rank(), self.group.size(), batch.counts
         inputs = self.side(batch.inputs)
@@ -125,11 +109,6 @@ class Splitter:
             inputs=self.split_sequences(batch.inputs, inputs, self.model.kind != "encoder", source),
             source=None if source is None else self.split_sequences(batch.source, source, causal=False),
         )
-
-    def describe(self) -> str:
-        cfg = self.cfg
-        words = f"sequences over {cfg.sequence} processes ({cfg.sequence_method}, {cfg.sequence_layout})"
-        return f"{words}: {self.reason}" if self.reason else words
 
     def side(self, of: Sequences) -> Side:
         assert of.layout.lengths is None, "padding is not split"
@@ -190,6 +169,69 @@ class Splitter:
         return labels, torch.from_numpy(label_at)
 
 
+class SequenceParallel(Technique):
+    """Processes share each sequence: each gets its part of every batch, for training and evaluation."""
+
+    name, exact, splits_sequences = "sequence", True, True
+    cfg: ParallelConfig
+
+    def __init__(self, cfg: ParallelConfig, context: Context) -> None:
+        assert context.model is not None
+        cfg, self.reason = choose(cfg, context.model, context.seq_len, context.mesh.world)
+        super().__init__(cfg, context)
+        assert context.mesh.grid is not None
+        self.split = Splitter(cfg, context.model, context.mesh.grid.get_group(self.name))
+
+    @classmethod
+    def find_options(cls, config: Config, device: torch.device) -> ParallelConfig | None:
+        return config.parallel if config.parallel.sequence > 1 else None
+
+    @property
+    def key(self) -> str:
+        return "parallel.sequence"
+
+    def check(self, others: Sequence[Technique]) -> list[str]:
+        cfg, model, tokens = self.cfg, self.split.model, self.context.seq_len
+        kv_heads = model.kv_heads or model.heads
+        reasons = {
+            "an image is a short sequence, and is not split; leave out parallel.sequence": model.kind == "vit",
+            "padding would be split too: set data.layout to 'packed'": self.context.padded,
+            f"less than two tokens of data.seq_len = {tokens} are left to a process: lower parallel.sequence, or raise"
+            " data.seq_len": tokens < 2 * cfg.sequence,
+            f"sequence_method = 'ulysses' shares key/value heads out, and {cfg.sequence} processes cannot share"
+            f" {kv_heads}: make parallel.sequence a divisor of it, or use 'gather'": (
+                cfg.sequence_method == "ulysses" and kv_heads % cfg.sequence > 0
+            ),
+            "sequence_method = 'ulysses' drops no attention probabilities: set model.attention_dropout to 0, or use"
+            " 'gather'": cfg.sequence_method == "ulysses" and model.attention_dropout > 0.0,
+            "sequence_method = 'ring' knows no window (model.window), of which it would send far more than is seen:"
+            " use 'gather'": cfg.sequence_method == "ring" and model.window > 0,
+            f"sequence_heads = {cfg.sequence_heads} does not divide the model's {kv_heads} key/value heads": (
+                cfg.sequence_heads > 0 and kv_heads % cfg.sequence_heads > 0
+            ),
+        }
+        return [reason for reason, holds in reasons.items() if holds]
+
+    def estimate(self) -> Estimate:
+        return Estimate(activations=1 / self.cfg.sequence, work=1 / self.cfg.sequence)
+
+    def random_keys(self, others: Sequence[Technique]) -> tuple[int, ...]:
+        """Where dropout follows a token's place in the whole batch, all processes have the same keys. Torch's kernels
+        know no places, so there each part of a sequence draws masks of its own."""
+        return () if any(other.drops_by_place for other in others) else (self.split.group.rank(),)
+
+    def find_obstacles(self) -> list[str]:
+        return [" sends keys and values in the middle of a pass"]
+
+    def prepare(self, batch: Batch, at: At) -> Batch:
+        return self.split(batch)
+
+    def describe(self) -> str:
+        cfg = self.cfg
+        words = f"sequences over {cfg.sequence} processes ({cfg.sequence_method}, {cfg.sequence_layout})"
+        return f"{words}: {self.reason}" if self.reason else words
+
+
 def _share(total: int, part: int, parts: int) -> int:
-    """Of a number that is counted over all processes."""
+    """The share of one process in a number that is counted over all of them."""
     return total * (part + 1) // parts - total * part // parts

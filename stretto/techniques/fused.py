@@ -1,48 +1,374 @@
 """LightSeq2's fused training: every chain between two matrix products is one kernel.
 
-The plain modules are exchanged for those of layers.py, which keep parameters and names, so a checkpoint moves between
-on and off. Mathematically exact; in 16 bits the residual stream is rounded to 16 bits too. The optimizer becomes one
-launch over all parameters (optim.py), with the weights kept as `weights` says.
+Each module here takes the place of the plain one that it extends, with the same parameters and names, so a checkpoint
+moves between on and off: `Fused` changes the class of existing modules, as FSDP2 does. The mathematics is exact; in 16
+bits the residual stream is rounded to 16 bits too. The optimizer becomes one launch over all parameters (optim.py), and
+keeps weights as `weights` says.
+
+    plain                                   here
+    x = x + dropout(linear(h) + bias)       add_norm: the bias, the dropout, the sum and the norm, one pass;
+    h = norm(x)                             the sum that ends a block is done by the norm that begins the next
+    q, k, v = split(rotate(linear(h)))      project_heads: views of the product, rotated in place
+    down(dropout(act(up(h) + bias)))        mlp
+    cross_entropy(linear(x))                linear_cross_entropy: the logits never exist as a whole
+
+Generation, which goes token by token through a cache, takes the plain path. Where tokens are parts of longer sequences,
+dropout is a kernel of its own: the others count rows from 0, and a mask has to depend on a token's place in the whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from stretto import layers
-from stretto import model as plain
-from stretto.config import FusedConfig
-from stretto.ops.language import triton
+from stretto.attention import attend
+from stretto.batch import Depth, Layout, Sequences, Share, Subset
+from stretto.config import Config, FusedConfig, OptimConfig
+from stretto.model import (
+    EVERYTHING,
+    AddingNorm,
+    Block,
+    Cache,
+    CrossAttention,
+    Embedding,
+    LayerCache,
+    LMHead,
+    PatchEmbedding,
+    Rotary,
+    Stack,
+    narrow,
+    rotary_angles,
+    sinusoids,
+    take,
+)
+from stretto.ops.activation import activate
+from stretto.ops.affine import add_affine
+from stretto.ops.cross_entropy import linear_cross_entropy
+from stretto.ops.dropout import draw_keys, dropout
+from stretto.ops.embedding import embed
+from stretto.ops.heads import project_heads
+from stretto.ops.language import product_dtype, triton
+from stretto.ops.linear import linear
+from stretto.ops.mlp import mlp
+from stretto.ops.norm import add_norm, norm
+from stretto.optim import FlatAdamW
+from stretto.techniques.technique import Context, Estimate, Sites, Technique
 
-EXACT = True
+Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
+NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, epsilon, whether it is an RMSNorm
+Keys = tuple[Tensor | None, ...]  # of dropout, each [2]; None where nothing is dropped
+
+
+class Branch(NamedTuple):
+    """What a norm has still to add to the stream."""
+
+    out: Tensor | None = None  # without the bias of its last product
+    bias: Tensor | None = None
+    scale: Tensor | None = None  # of both
+    places: Tensor | None = None  # which of its rows is a token's; None: it has one for each
+
+
+NOTHING = Branch()
+
+
+class Fused(Technique):
+    name, exact, drops_by_place, by_block = "fused", True, True, True
+    cfg: FusedConfig
+
+    def __init__(self, cfg: FusedConfig, context: Context) -> None:
+        halves = context.device.type == "cuda" and context.precision == "bf16"
+        weights = ("split" if halves else "fp32") if cfg.weights == "auto" else cfg.weights
+        super().__init__(replace(cfg, weights=weights), context)
+
+    @classmethod
+    def find_options(cls, config: Config, device: torch.device) -> FusedConfig | None:
+        options = config.techniques.fused
+        if options != "auto":
+            return options
+        return FusedConfig() if device.type == "cuda" and triton is not None else None
+
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        return None if self.cfg.weights == "fp32" else torch.bfloat16
+
+    def check(self, others: Sequence[Technique]) -> list[str]:
+        reasons, weights, precision = [], self.cfg.weights, self.context.precision
+        if self.context.device.type == "cuda" and triton is None:
+            reasons.append("its kernels need Triton: pip install triton")
+        if weights != "fp32" and precision != "bf16":
+            reasons.append(
+                f"weights = {weights!r} keeps bf16 weights: set train.precision to 'bf16', not {precision!r}"
+            )
+        return reasons
+
+    def estimate(self) -> Estimate:
+        """With torch's AdamW a weight takes 16 bytes: itself, its gradient and two moments, all in fp32."""
+        weights, gradients = {"fp32": (4, 4), "split": (4, 2), "bf16": (2, 2)}[self.cfg.weights]
+        moments = 8 if self.cfg.moments == "fp32" else 4
+        return Estimate(state=(weights + gradients + moments) / 16)
+
+    def apply(self, model: nn.Module, sites: Sites) -> None:
+        for role in ("stack", "block", "embedding", "head"):
+            for module in map(model.get_submodule, sites[role]):
+                module.__class__ = FUSED.get(type(module), type(module))
+        for module in map(model.get_submodule, sites["block"]):
+            module.recompute = self.cfg.recompute  # type: ignore[assignment]
+        if self.parameter_dtype is not None:
+            model.to(self.parameter_dtype)
+
+    def build_optimizer(self, groups: list[dict[str, Any]], cfg: OptimConfig) -> FlatAdamW:
+        return FlatAdamW(
+            groups,
+            cfg.lr,
+            (cfg.beta1, cfg.beta2),
+            cfg.eps,
+            weights=self.cfg.weights,
+            moments=self.cfg.moments,
+            seed=self.context.seed,
+        )
+
+
+class FusedStack(Stack):
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        cache: Cache | None = None,
+        depth: Depth | None = None,
+    ) -> Tensor:
+        if cache is not None:
+            return super().forward(x, positions, layout, memory, memory_layout, cache)
+        rotary = None if self.rope is None else rotary_angles(positions, *self.rope)
+        keys, shares = self.draw_keys(x), self.shares(depth)
+        memories = {} if memory is None else self.project_memory(memory, shares)
+        last = self.blocks[-1]
+        assert isinstance(last, FusedBlock)
+        pending = NOTHING if last.pre_norm else Branch(x)
+        for i, share in shares.items():
+            parts = {"share": share, "pending": pending, "keys": keys[i], "memory_kv": memories.get(i)}
+            x, pending = self.blocks[i](x, layout, rotary, memory, memory_layout, **parts)
+        return last.add(pending, x, self.norm, keys[-1][0], layout)[0] if last.pre_norm else x
+
+    def draw_keys(self, x: Tensor) -> list[Keys]:
+        """The keys of dropout, for each block and for the norm after the last."""
+        first = self.blocks[0]
+        assert isinstance(first, FusedBlock)
+        if not self.training or first.dropout == first.mlp.dropout == 0.0:
+            return [(None,) * FusedBlock.KEYS] * (len(self.blocks) + 1)
+        keys = draw_keys(x, (len(self.blocks) + 1) * FusedBlock.KEYS).unbind()
+        return [keys[i : i + FusedBlock.KEYS] for i in range(0, len(keys), FusedBlock.KEYS)]
+
+    def project_memory(self, memory: Tensor, shares: dict[int, Share]) -> dict[int, Heads]:
+        """Keys and values of all layers by one product: all project the same encoder output, and its gradient is then
+        summed over the layers inside the backward product. Where the weights are sharded each block has to gather its
+        own, and projects for itself; so it does where it sees a part only."""
+        layers: list[CrossAttention] = [self.blocks[i].cross for i in shares]  # type: ignore[misc]
+        sharded = any(isinstance(layer.kv.weight, DTensor) for layer in layers)
+        if sharded or not layers or any(share.part.memory is not None for share in shares.values()):
+            return {}
+        weight = torch.cat([layer.kv.weight for layer in layers])
+        bias = None if layers[0].kv.bias is None else torch.cat([layer.kv.bias for layer in layers])
+        heads = project_heads(memory, weight, bias, [layer.heads for layer in layers for _ in "kv"])
+        return dict(zip(shares, zip(heads[::2], heads[1::2], strict=True), strict=True))
+
+
+class FusedBlock(Block):
+    KEYS = 6  # places that drop: in front of up to three norms, inside the MLP, and in up to two attentions
+    recompute: bool  # what the MLP keeps: see FusedConfig
+
+    def forward(  # type: ignore[override]  # the stream, and what the next norm needs besides it
+        self,
+        x: Tensor,
+        layout: Layout,
+        rotary: Rotary | None,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        cache: LayerCache | None = None,
+        cross_cache: LayerCache | None = None,
+        share: Share = EVERYTHING,
+        *,
+        pending: Branch = NOTHING,
+        keys: Keys = (None,) * KEYS,
+        memory_kv: Heads | None = None,
+    ) -> Tensor | tuple[Tensor, Branch]:
+        """Pre-norm: `pending` is the branch that is still to be added to the stream x. Post-norm: it is x again, with a
+        gradient of its own, so that the norm that made both adds their gradients up."""
+        if cache is not None:
+            return super().forward(x, layout, rotary, memory, memory_layout, cache, cross_cache)
+        *norm_keys, mlp_key, self_key, cross_key = keys
+        layout, rotary, memory, memory_layout = narrow(share.part, layout, rotary, memory, memory_layout)
+        branches: list[tuple[nn.Module, Callable[[Tensor], Branch]]] = [
+            (self.attention_norm, lambda h: self.attend_self(h, layout, rotary, self_key)),
+            (self.mlp_norm, lambda h: self.expand(h, mlp_key, layout)),
+        ]
+        if self.cross is not None and self.cross_norm is not None:
+            parts = (layout, memory, memory_layout, memory_kv, cross_key)
+            branches.insert(1, (self.cross_norm, lambda h: self.attend_memory(h, *parts)))
+        if self.pre_norm and share.scale is not None and (share.whole or not is_norm(self.attention_norm)):
+            x, put = take(share, x)
+            for (norm, branch), key in zip(branches, norm_keys, strict=False):
+                h, x = self.add(pending, x, norm, key, layout)
+                pending = branch(h) if share.whole else scale_branch(branch(h), share.scale)
+            return put(self.settle(pending, x, norm_keys[0], layout)), NOTHING
+        if self.pre_norm:
+            for (norm, branch), key in zip(branches, norm_keys, strict=False):
+                h, x = self.add(pending, x, norm, key, layout, share.part.subset)
+                places = None if share.part.subset is None else share.part.subset.places
+                # Not by _replace: torch 2.11 cannot compile a function that returns what that made.
+                out, bias, *_ = branch(h)
+                pending = Branch(out, bias, share.scale, places)
+            return x, pending
+        again = pending.out
+        assert again is not None
+        for (norm, branch), key in zip(branches, norm_keys, strict=False):
+            again, x = self.add(branch(again), x, norm, key, layout)
+        return x, Branch(again)
+
+    def add(
+        self,
+        branch: Branch,
+        x: Tensor,
+        norm: nn.Module,
+        key: Tensor | None,
+        layout: Layout,
+        wanted: Subset | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The normalised sum, of the tokens that are wanted; and the stream that goes on: the sum itself, or post-norm
+        the normalised one."""
+        p, post = self.dropout if self.training else 0.0, not self.pre_norm
+        rows = find_rows(layout)
+        if rows is not None and branch.out is not None and key is not None:
+            branch = branch._replace(out=dropout(add_bias(branch), p, key, rows), bias=None)
+            p, key = 0.0, None
+        if isinstance(norm, AddingNorm):
+            return norm.add(branch.out, x, branch.bias, p, key, post)
+        if isinstance(norm, nn.Identity):
+            return add_affine(branch.out, x, branch.bias, None, None, p, key, post)
+        some = (None, 0) if wanted is None else (wanted.places, len(wanted.tokens))
+        parts = (*norm_parts(norm), p, key, post, branch.scale, branch.places, *some)
+        return add_norm(branch.out, x, branch.bias, *parts)
+
+    def settle(self, branch: Branch, x: Tensor, key: Tensor | None, layout: Layout) -> Tensor:
+        """The stream with the last branch added to it, where the next norm cannot do that."""
+        out, p = add_bias(branch), self.dropout if self.training else 0.0
+        return x + (out if key is None else dropout(out, p, key, find_rows(layout)))
+
+    def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
+        at = self.attention
+        parts = [at.heads, at.kv_heads, at.kv_heads]
+        angles = () if rotary is None else (rotary.cos, rotary.sin)
+        q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *angles)
+        p = at.dropout if self.training else 0.0
+        out = attend(q, k, v, layout, layout, at.causal, p, key=key, window=at.window).flatten(1)
+        return Branch(linear(out, at.out.weight), at.out.bias)
+
+    def attend_memory(
+        self,
+        h: Tensor,
+        layout: Layout,
+        memory: Tensor | None,
+        memory_layout: Layout | None,
+        kv: Heads | None,
+        key: Tensor | None,
+    ) -> Branch:
+        at = self.cross
+        assert at is not None and memory is not None and memory_layout is not None
+        (q,) = project_heads(h, at.q.weight, at.q.bias, [at.heads])
+        k, v = kv or project_heads(memory, at.kv.weight, at.kv.bias, [at.heads, at.heads])
+        p = at.dropout if self.training else 0.0
+        out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key).flatten(1)
+        return Branch(linear(out, at.out.weight), at.out.bias)
+
+    def expand(self, h: Tensor, key: Tensor | None, layout: Layout) -> Branch:
+        up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
+        # Pre-norm, the norm that adds the bias is the next block's, by when FSDP2 has put this block's weights away.
+        mine, left = (down.bias, None) if self.pre_norm and isinstance(self, FSDPModule) else (None, down.bias)
+        rows = find_rows(layout)
+        if p > 0.0 and key is not None and rows is not None:
+            inner = activate(linear(h, up.weight), up.bias, self.mlp.activation, 0.0, None)
+            return Branch(linear(dropout(inner, p, key, rows), down.weight, mine), left)
+        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute)
+        return Branch(out, left)
+
+
+class FusedEmbedding(Embedding):
+    def forward(self, inputs: Sequences, table: Tensor | None = None) -> Tensor:
+        p, token = self.dropout if self.training else 0.0, self.table if table is None else table
+        positions, place = self.place(inputs, token.shape[1])
+        kind = None if self.token_type is None else self.token_type.weight
+        plain = isinstance(self.norm, nn.Identity | AddingNorm)
+        norm: NormParts = (None, None, 0.0, False) if plain else norm_parts(self.norm)
+        key, dtype = draw_keys(inputs.ids, 1)[0] if p > 0 else None, product_dtype(token)
+        tables, rows = (inputs.ids, token, positions, place, inputs.types, kind, self.scale), find_rows(inputs.layout)
+        if isinstance(self.norm, AddingNorm) or (key is not None and rows is not None):
+            x = embed(*tables, *norm, 0.0, None, dtype)
+            x = self.norm(x) if isinstance(self.norm, AddingNorm) else x
+            return x if key is None else dropout(x, p, key, rows)
+        return embed(*tables, *norm, p, key, dtype)
+
+    def place(self, inputs: Sequences, width: int) -> tuple[Tensor | None, Tensor | None]:
+        """Positions, and the table that they look up."""
+        if self.position is not None:
+            return inputs.positions, self.position.weight
+        if not self.sinusoidal:
+            return None, None
+        at = inputs.positions
+        if self.training:  # whole sequences, counted from 0
+            return at, sinusoids(torch.arange(inputs.layout.max_len, device=at.device), width)
+        return torch.arange(len(at), device=at.device), sinusoids(at, width)
+
+
+class FusedPatchEmbedding(PatchEmbedding):
+    def forward(self, pixels: Tensor) -> Tensor:
+        return super().forward(pixels).to(product_dtype(self.position))
+
+
+class FusedLMHead(LMHead):
+    def loss(self, x: Tensor, embedding: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        if self.transform is not None and self.norm is not None:
+            x = linear(x, self.transform.weight)
+            x = activate(x, self.transform.bias, self.activation, 0.0, None)
+            plain = isinstance(self.norm, nn.Identity | AddingNorm)
+            x = self.norm(x) if plain else norm(x, *norm_parts(self.norm))
+        return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
+
+
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
-    plain.Stack: layers.FusedStack,
-    plain.Block: layers.FusedBlock,
-    plain.Embedding: layers.FusedEmbedding,
-    plain.PatchEmbedding: layers.FusedPatchEmbedding,
-    plain.LMHead: layers.FusedLMHead,
+    Stack: FusedStack,
+    Block: FusedBlock,
+    Embedding: FusedEmbedding,
+    PatchEmbedding: FusedPatchEmbedding,
+    LMHead: FusedLMHead,
 }
 
 
-def check(cfg: FusedConfig, model: nn.Module, device: torch.device, precision: str) -> list[str]:
-    reasons = []
-    if device.type == "cuda" and triton is None:
-        reasons.append("its kernels need Triton: pip install triton")
-    if cfg.weights != "fp32" and precision != "bf16":
-        reasons.append(
-            f"weights = {cfg.weights!r} keeps bf16 weights: set train.precision to 'bf16', not {precision!r}"
-        )
-    return reasons
+def find_rows(layout: Layout) -> Tensor | None:
+    """What tokens are dropped by, their numbers in the whole batch; None: all of it is here."""
+    return None if layout.segment is None else layout.segment.tokens
 
 
-def apply(model: nn.Module, cfg: FusedConfig, sites: dict[str, list[str]]) -> None:
-    for role in ("stack", "block", "embedding", "head"):
-        for name in sites[role]:
-            module = model.get_submodule(name)
-            if type(module) in FUSED:
-                module.__class__ = FUSED[type(module)]
-    for name in sites["block"]:
-        model.get_submodule(name).recompute = cfg.recompute  # type: ignore[assignment]
-    if cfg.weights != "fp32":
-        model.to(torch.bfloat16)
+def add_bias(branch: Branch) -> Tensor:
+    assert branch.out is not None
+    return branch.out if branch.bias is None else branch.out + branch.bias.to(branch.out.dtype)
+
+
+def scale_branch(branch: Branch, scale: Tensor) -> Branch:
+    return Branch(*(None if part is None else scale * part for part in branch[:2]))
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm)
+
+
+def norm_parts(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:
+    assert isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm.eps is not None
+    return norm.weight, getattr(norm, "bias", None), norm.eps, isinstance(norm, nn.RMSNorm)

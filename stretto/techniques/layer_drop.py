@@ -32,8 +32,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +44,9 @@ from torch import Tensor, nn
 
 from stretto.batch import Batch, Depth, Layout, Part, Subset, dense_layout
 from stretto.config import LayerDropConfig
-from stretto.model import Model
+from stretto.flops import tokens_per_sample
+from stretto.techniques.technique import SAY_STEPS, At, Context, Estimate, Foreign, Sites, Switch, Technique
 
-EXACT = False
 LEVELS = 8  # steps of theta between 1 and its lowest value
 POST_NORM = (
     "a post-norm block normalises the stream itself, so that leaving it out changes the scale of all that follows,"
@@ -51,15 +54,11 @@ POST_NORM = (
 )
 
 
-def check(cfg: LayerDropConfig, model: nn.Module, device: torch.device, precision: str) -> list[str]:
-    assert isinstance(model, Model)
-    if model.cfg.norm_order == "pre":
-        return []
-    return [f"{POST_NORM}: use model.norm_order = 'pre'"]
-
-
-def apply(model: nn.Module, cfg: LayerDropConfig, sites: dict[str, list[str]]) -> None:
-    """Nothing to exchange: every stack leaves out the blocks that a batch does not name."""
+def resolve_scale(cfg: LayerDropConfig, own: bool) -> Literal["branch", "update"]:
+    """`own`: the model is Stretto's, whose blocks can scale each branch."""
+    if cfg.scale == "auto":
+        return "branch" if own else "update"
+    return cfg.scale
 
 
 def theta_at(cfg: LayerDropConfig, step: int, total: int) -> float:
@@ -103,39 +102,121 @@ def draw_seed(*keys: int | str) -> int:
     return int.from_bytes(hashlib.sha256(repr(("layer_drop", *keys)).encode()).digest()[:8], "little") >> 1
 
 
-@dataclass(frozen=True)
-class LayerDrop:
+class LayerDrop(Technique):
     """Draws for the batches of a run."""
 
+    name, exact, by_block = "layer_drop", False, True
     cfg: LayerDropConfig
     num_blocks: dict[str, int]  # by the name of the stack
-    seed: int
-    total: int  # steps of the run
-    image_tokens: int  # that an image becomes
-    stream: tuple[int, ...] = ()  # what subsets depend on besides: the part of the micro-batch, where it has parts
+    switches: Mapping[str, Sequence[Switch]] = MappingProxyType({})  # of a model of others, by the name of the stack
 
-    def __call__(self, batch: Batch, step: int, index: int) -> Batch:
-        """Micro-batch number `index` of the run, on the CPU, with what each block does with it in step `step`."""
-        theta = level_at(self.cfg, step, self.total)
-        if theta == 1.0:
+    def __init__(self, cfg: LayerDropConfig, context: Context) -> None:
+        super().__init__(replace(cfg, scale=resolve_scale(cfg, own=context.model is not None)), context)
+
+    @classmethod
+    def identity(cls, cfg: LayerDropConfig | None) -> dict[str, Any] | None:
+        return super().identity(None if cfg is None else replace(cfg, scale=resolve_scale(cfg, own=True)))
+
+    @property
+    def gaps(self) -> bool:
+        return self.cfg.gate == "batch"
+
+    @property
+    def num_kinds(self) -> int:
+        """The number of patterns that systematic draws give under one theta."""
+        return 1 + max(self.num_blocks.values()) if self.gaps else 1
+
+    def check(self, others: Sequence[Technique]) -> list[str]:
+        model, reasons = self.context.model, []
+        if model is not None and model.norm_order == "post":
+            reasons.append(f"{POST_NORM}: use model.norm_order = 'pre'")
+        if model is None and self.cfg.scale == "branch":
+            reasons.append("scale = 'branch' is inside of Hugging Face's own layers: set it to 'update'")
+        if model is None and self.cfg.gate == "sample":
+            reasons.append("gate = 'sample' would cut all that layers are given: set it to 'batch'")
+        if self.cfg.gate == "sample" and any(other.splits_sequences for other in others):
+            reasons.append("gate = 'sample' would need other sequences for each block, split anew: set it to 'batch'")
+        return reasons
+
+    def estimate(self) -> Estimate:
+        """The share of blocks that work, on average over the steps of the run."""
+        model, steps = self.context.model, max(self.context.steps, 1)
+        num_blocks = 1 if model is None else model.layers
+        levels = [level_at(self.cfg, step, steps) for step in range(0, steps, max(steps // 100, 1))]
+        return Estimate(work=fmean(fmean(keep_probabilities(self.cfg, theta, num_blocks)) for theta in levels))
+
+    def apply(self, model: nn.Module, sites: Sites) -> None:
+        """There is nothing to exchange: every stack leaves out the blocks that a batch does not name."""
+        self.num_blocks = {name: len(model.get_submodule(name).blocks) for name in sites["stack"]}  # type: ignore[arg-type]
+
+    def attach(self, model: Foreign) -> None:
+        self.switches = model.switch_layers(self.name, self._find_problem)
+        self.num_blocks = {name: len(switches) for name, switches in self.switches.items()}
+
+    def _find_problem(self, switches: Sequence[Switch]) -> str | None:
+        lowest = keep_probabilities(self.cfg, self.cfg.theta, len(switches))
+        if any(switch.needed and p < 1 for switch, p in zip(switches, lowest, strict=True)):
+            way = f"set {self.name}.index to 'algorithm'"
+            return f"its first layer makes what the others need, and cannot be left out: {way}"
+        return None
+
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
+        """Batches of ours bring the choice along; layers of others are told."""
+        for stack, switches in self.switches.items():
+            probabilities = keep_probabilities(self.cfg, self.theta(step), len(switches))
+            works = self.draw_blocks(stack, probabilities, step)
+            for number, (switch, p) in enumerate(zip(switches, probabilities, strict=True)):
+                switch.factor = 1 / p if number in works else 0.0
+
+    def pattern(self) -> dict[str, Any]:
+        return {stack: {i: s.factor for i, s in enumerate(switches)} for stack, switches in self.switches.items()}
+
+    def prepare(self, batch: Batch, at: At) -> Batch:
+        """A batch on the CPU, with what each block does with it."""
+        theta = self.theta(at.step)
+        if theta == 1.0 or not at.training:
             return batch
         depths = {}
         for stack, size in self.num_blocks.items():
             probabilities = keep_probabilities(self.cfg, theta, size)
             if self.cfg.gate == "batch":
-                parts, scales = self.draw_blocks(stack, probabilities, step), [1 / p for p in probabilities]
+                parts, scales = self.draw_blocks(stack, probabilities, at.step), [1 / p for p in probabilities]
                 work = float(len(parts))
             else:
-                parts, scales = self.draw_subsets(stack, probabilities, index, batch)
+                parts, scales = self.draw_subsets(stack, probabilities, at.index, batch)
                 work = sum(1 / scale for scale in scales)
-            depths[stack] = Depth(torch.tensor(scales), parts, self.cfg.scale == "update", theta, work)
+            depths[stack] = Depth(torch.tensor(scales), parts, self.cfg.scale == "update", work)
         return replace(batch, depths=depths)
+
+    def find_obstacles(self) -> list[str]:
+        if not self.gaps:
+            return []
+        reasons = []
+        if self.cfg.sampling == "bernoulli":
+            reasons.append(".sampling = 'bernoulli' has too many patterns to record: set it to 'systematic'")
+        if max(self.context.mesh.world, self.context.micro_batches) > 1:
+            reasons.append(
+                " leaves blocks without gradients, which several micro-batches or processes would have to keep in"
+                " place: set its gate to 'sample'"
+            )
+        return reasons
+
+    def graph_key(self, step: int) -> float:
+        """The patterns of blocks that work under one theta do not come again under another."""
+        return self.theta(step)
+
+    def theta(self, step: int) -> float:
+        cfg = self.cfg
+        by_length = cfg.schedule == "raptr" or (cfg.schedule == "decay" and cfg.gamma == 0.0)
+        if by_length and cfg.theta < 1 and self.context.steps == 0:
+            raise ValueError(f"{self.name}.schedule = {cfg.schedule!r} needs the number of updates: {SAY_STEPS}")
+        return level_at(self.cfg, step, self.context.steps)
 
     def draw_blocks(self, stack: str, probabilities: Sequence[float], step: int) -> dict[int, Part]:
         if self.cfg.sampling == "systematic":
-            chosen = choose_systematically(probabilities, draw_number(self.seed, step, stack))
+            chosen = choose_systematically(probabilities, draw_number(self.context.seed, step, stack))
         else:
-            chosen = [draw_number(self.seed, step, stack, i) < p for i, p in enumerate(probabilities)]
+            chosen = [draw_number(self.context.seed, step, stack, i) < p for i, p in enumerate(probabilities)]
         return {i: Part() for i, works in enumerate(chosen) if works}
 
     def draw_subsets(
@@ -147,7 +228,7 @@ class LayerDrop:
         parts, scales = {}, []
         for i, p in enumerate(probabilities):
             count = max(1, round(p * len(real)))
-            random = torch.Generator().manual_seed(draw_seed(self.seed, index, *self.stream, stack, i))
+            random = torch.Generator().manual_seed(draw_seed(self.context.seed, index, *self.context.part, stack, i))
             rows = real[torch.randperm(len(real), generator=random)[:count].sort().values]
             subset = Part(select(own, rows), None if seen is None else select(seen, rows))
             parts[i] = subset if count < len(real) else Part()
@@ -155,9 +236,10 @@ class LayerDrop:
         return parts, scales
 
     def find_layouts(self, batch: Batch, stack: str) -> tuple[Layout, Layout | None]:
-        """Of what the stack reads, and of what its cross attention sees."""
+        """The layouts of what the stack reads and of what its cross attention sees."""
         if batch.pixels is not None:
-            return dense_layout(len(batch.pixels), self.image_tokens), None
+            assert self.context.model is not None
+            return dense_layout(len(batch.pixels), tokens_per_sample(self.context.model)), None
         assert batch.inputs is not None
         if batch.source is None:
             return batch.inputs.layout, None

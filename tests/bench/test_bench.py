@@ -21,7 +21,7 @@ from stretto.bench import contest
 from stretto.bench.show import describe_result, draw_chart, print_table, with_ratios
 from stretto.bench.worker import explain
 from stretto.bench.workloads import WORKLOADS
-from stretto.config import Config, load_config
+from stretto.config import Config, FusedConfig, load_config
 from stretto.errors import ConfigError, OutOfMemoryError, StrettoError
 
 NAME, T5 = "gpt2_small_32x1024", "t5_base_64x512"
@@ -146,8 +146,8 @@ def resolve(name: str, overrides: list[str], out: Path) -> Config:
 def test_techniques_are_for_those_who_have_them(name: str, tmp_path: Path) -> None:
     config = resolve(name, ["techniques.fused.recompute=true", "model.layers=3"], tmp_path)
     assert config.model.layers == 3 and config.model.width == 64
-    recompute = None if config.techniques.fused is None else config.techniques.fused.recompute
-    assert recompute is (True if name in ("stretto", "stretto hf") else None)
+    fused = config.techniques.fused
+    assert isinstance(fused, FusedConfig) and fused.recompute if name in ("stretto", "stretto hf") else fused is None
 
 
 def test_only_stretto_asks_for_graphs_and_only_on_a_gpu(tmp_path: Path) -> None:

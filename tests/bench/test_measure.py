@@ -162,7 +162,7 @@ def test_bf16_weights(name: str) -> None:
     losses = [float(contestant.step(i)) for i in range(8)]
     assert losses[0] == pytest.approx(6.24, abs=0.1)  # ln 512
     assert losses[-1] < losses[0] - 0.1
-    assert count_work(config, draws).tokens == 4 * 64
+    assert count_work(config, draws, Runtime(CPU)).tokens == 4 * 64
 
 
 def test_work_is_that_of_the_blocks_that_are_not_left_out() -> None:
@@ -172,8 +172,8 @@ def test_work_is_that_of_the_blocks_that_are_not_left_out() -> None:
     drop = {"schedule": "constant", "theta": 0.5, "index": "text"}  # 1.25 blocks are left out of 4
     dropping = build_config(recipe | {"techniques": {"layer_drop": drop}})
     draws = draw_batches(workload, plain.model)
-    whole, left = count_work(plain, draws), count_work(dropping, draws)
-    shallow = count_work(build_config(recipe | {"model": recipe["model"] | {"layers": 3}}), draws)
+    whole, left = (count_work(config, draws, Runtime(CPU)) for config in (plain, dropping))
+    shallow = count_work(build_config(recipe | {"model": recipe["model"] | {"layers": 3}}), draws, Runtime(CPU))
     block = whole.flops - shallow.flops
     assert left.tokens == whole.tokens and whole.flops - left.flops == pytest.approx(1.25 * block, rel=0.15)
 
@@ -181,7 +181,8 @@ def test_work_is_that_of_the_blocks_that_are_not_left_out() -> None:
 @pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("split", torch.bfloat16)])
 def test_the_accelerated_one_keeps_its_weights_as_asked(weights: str, dtype: torch.dtype) -> None:
     workload = fit_to_device(WORKLOADS["gpt2_small_1x1024"], "cpu")
-    config = build_config(make_recipe(workload, "stretto hf") | {"techniques": {"fused": {"weights": weights}}})
+    changes = {"techniques": {"fused": {"weights": weights}}, "train": {"precision": "bf16"}}
+    config = build_config(make_recipe(workload, "stretto hf") | changes)
     assert {p.dtype for p in build_accelerated(config, {}, [], CPU).parameters} == {dtype}
 
 

@@ -19,10 +19,10 @@ from bench.rank_costs import gathered_bytes, kept_bytes
 from stretto.batch import Sequences
 from stretto.config import ModelConfig, build_config
 from stretto.costs import Pass
-from stretto.layers import FusedBlock
 from stretto.parallel.reach import Reach
 from stretto.parallel.sequence import Segment
 from stretto.parallel.ulysses import Ulysses
+from stretto.techniques.fused import FusedBlock
 
 ROOT, CPU, TOKENS = Path(__file__).parents[2], torch.device("cpu"), 64
 PRESETS = ("gpt2-tiny", "llama-tiny")

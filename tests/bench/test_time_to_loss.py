@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
-import stretto.step
 import stretto.train
 from bench import time_to_loss
 from bench.curves import AROUND, compare, loss_at, make_tables, median_around, reach, read_curve, show
@@ -25,8 +23,8 @@ from stretto.config import Config, LayerDropConfig, build_config, load_config
 from stretto.data import Data, open_data
 from stretto.errors import ConfigError, Preempted
 from stretto.flops import training_flops
+from stretto.mesh import Mesh
 from stretto.report import read_events
-from stretto.runtime import Runtime
 from stretto.techniques.layer_drop import keep_probabilities, level_at
 from stretto.train import complete, train
 from tests.corpora import write_corpus
@@ -145,7 +143,7 @@ def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Dat
     }
     config = set_up(build_config(tree), 400, "constant", None)
     data = open_data(config.data, seed=0, folder=folder / "data")
-    return complete(config, data, Runtime(torch.device("cpu"))), data
+    return complete(config, data, Mesh()), data
 
 
 @pytest.mark.parametrize("theta", [0.25, 0.5, 0.9])
@@ -183,15 +181,15 @@ Watch = Callable[[], list[list[tuple[Any, ...]]]]
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """What every run has read, in order."""
     runs: list[list[tuple[Any, ...]]] = []
-    run_step = stretto.step.run_step
+    run_step = stretto.train.run_step
 
     def watched_train(config: Config) -> Path:
         runs.append([])
         return train(config)
 
-    def watched_step(parts: Any, batches: Any, *rest: Any) -> Any:
+    def watched_step(parts: Any, step: int, batches: Any, *rest: Any) -> Any:
         runs[-1] += [(index, batch.samples, batch.inputs.ids.tolist()) for index, batch in batches]
-        return run_step(parts, batches, *rest)
+        return run_step(parts, step, batches, *rest)
 
     monkeypatch.setattr(time_to_loss, "train", watched_train)
     monkeypatch.setattr(stretto.train, "run_step", watched_step)
@@ -210,7 +208,7 @@ def test_a_whole_comparison_interrupted_and_resumed(
         return step(*arguments)
 
     with monkeypatch.context() as patch:
-        step = vars(stretto.train)["run_step"]  # as the fixture has left it
+        step = stretto.train.run_step
         patch.setattr(stretto.train, "run_step", stop_in_the_fifth_run)
         outcome = start(recipe, out, *options)
     assert isinstance(outcome.exception, Preempted), outcome.output

@@ -18,8 +18,9 @@ from unittest.mock import patch
 
 import torch
 
-import stretto.step
+import stretto.build
 import stretto.train
+from stretto import graphs
 from stretto.config import build_config
 from stretto.errors import StrettoError
 from stretto.train import train
@@ -31,16 +32,16 @@ def run_job(tree: dict[str, Any], resume: bool, stop_after: int) -> dict[str, An
     samples: dict[int, list[tuple[int, ...]]] = {}
     blocks: dict[int, list[list[int]]] = {}  # that work on a micro-batch, where some do not
     sent: list[int] = []  # elements of the messages of each step
-    run_step = stretto.step.run_step
+    run_step = stretto.train.run_step
     steps = 0
 
-    def watched(parts: Any, batches: Any, *rest: Any) -> Any:
+    def watched(parts: Any, step: int, batches: Any, *rest: Any) -> Any:
         nonlocal steps
         steps += 1
         samples.update({index: batch.samples for index, batch in batches})
         blocks.update({index: [list(d.parts) for d in batch.depths.values()] for index, batch in batches})
         with count_messages() as messages:
-            result = run_step(parts, batches, *rest)
+            result = run_step(parts, step, batches, *rest)
         sent.append(sum(messages))
         torch.manual_seed(steps * int(os.environ.get("RANK", "0")))  # no choice that all must share comes from here
         if steps == stop_after and os.environ.get("RANK", "0") == "1":
@@ -83,8 +84,8 @@ def count_messages() -> Iterator[list[int]]:
 
 def put_off_graphs(until: int) -> None:
     """Makes graphs look possible everywhere, but not worth it, which a run finds out after step number `until`."""
-    stretto.train._find_obstacles = lambda *args: []
-    stretto.step.TIMED, stretto.step.LAUNCH_BOUND = until, 2.0
+    stretto.build._find_obstacles = lambda *args: []
+    graphs.TIMED, graphs.LAUNCH_BOUND = until, 2.0
 
 
 def main() -> None:
@@ -93,9 +94,9 @@ def main() -> None:
     if "RANK" in os.environ:  # one group for all jobs: torchrun's store serves only one
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     os.environ["LOCAL_RANK"] = "0"  # all on one GPU, where there is one
-    known = stretto.train._find_obstacles, stretto.step.TIMED, stretto.step.LAUNCH_BOUND
+    known = stretto.build._find_obstacles, graphs.TIMED, graphs.LAUNCH_BOUND
     for name, job in jobs.items():
-        stretto.train._find_obstacles, stretto.step.TIMED, stretto.step.LAUNCH_BOUND = known
+        stretto.build._find_obstacles, graphs.TIMED, graphs.LAUNCH_BOUND = known
         if "put_off" in job:
             put_off_graphs(job["put_off"])
         result = run_job(job["config"], job.get("resume", False), job.get("stop_after", 0))

@@ -29,10 +29,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
 from stretto.config import ModelConfig, ParallelConfig
 from stretto.data.packing import pack
+from stretto.mesh import build_mesh
 from stretto.model import Model, build_model, sites
 from stretto.ops.attention import attention
 from stretto.parallel import gather
-from stretto.parallel.sequence import Splitter, build_mesh
+from stretto.parallel.sequence import Splitter
 from tests.models import materialise
 
 VOCAB = 64
@@ -93,10 +94,12 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def splitter(cfg: ModelConfig, sequence: int = 0, **options: Any) -> Splitter:
-    world = dist.get_world_size()
-    groups = MESHES.setdefault(sequence or world, build_mesh(torch.device("cpu"), world, sequence or world))
+    rank, world = dist.get_rank(), dist.get_world_size()
     options = {f"sequence_{key}": value for key, value in ({"method": "gather"} | options).items()}
-    return Splitter(ParallelConfig(sequence=sequence or world, **options), cfg, groups.get_group("sequence"))
+    chosen = ParallelConfig(sequence=sequence or world, **options)
+    if chosen.sequence not in MESHES:
+        MESHES[chosen.sequence] = build_mesh(chosen, torch.device("cpu"), rank, world).grid
+    return Splitter(chosen, cfg, MESHES[chosen.sequence].get_group("sequence"))
 
 
 MESHES: dict[int, Any] = {}

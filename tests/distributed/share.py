@@ -20,8 +20,8 @@ from bench import share
 from bench.rank_costs import find_obstacle
 from stretto.batch import Sequences
 from stretto.config import ModelConfig, build_config
-from stretto.layers import FusedBlock
 from stretto.parallel import gather
+from stretto.techniques.fused import FusedBlock
 
 CPU, TOKENS = torch.device("cpu"), 64
 SENT: dict[str, list[int]] = defaultdict(list)  # bytes of each message

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from stretto import checkpoint
 from stretto.config import FusedConfig, OptimConfig
-from stretto.optim import build_optimizer, clip_gradients, weight_writer
+from stretto.optim import clip_gradients, weight_writer
 from tests.distributed.processes import find_port
+from tests.models import build_adamw
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ class Training:
         if dist.is_initialized():
             fully_shard(self.model)
         self.model.to_empty(device="cpu")
-        self.optimizer: Any = build_optimizer(self.model, OptimConfig(lr=1e-2), way, seed=4)
+        self.optimizer: Any = build_adamw(self.model, OptimConfig(lr=1e-2), way, seed=4)
         write = weight_writer(self.optimizer)
         for name, parameter in self.model.named_parameters():
             write(parameter, noise(99, name, SHAPES[name]) * 0.1234567)

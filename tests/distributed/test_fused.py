@@ -12,6 +12,7 @@ import torch
 
 from stretto import checkpoint
 from stretto.config import FusedConfig, TechniquesConfig
+from stretto.mesh import Mesh
 from stretto.optim import weight_writer
 from stretto.runtime import Runtime
 from stretto.train import build
@@ -148,11 +149,11 @@ def test_split_weights_go_on_elsewhere(runs: Path, folder: str, legs: dict[str, 
 @pytest.mark.parametrize("fused", [FusedConfig(weights="split"), FusedConfig(), None], ids=["split", "fp32", "off"])
 def test_split_weights_are_loaded_exactly_in_one_process(runs: Path, fused: FusedConfig | None) -> None:
     folder = runs / "two" / "split-shard"
-    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused))
-    parts = build(config, Runtime(torch.device("cpu")))
+    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused=fused))
+    parts = build(config, Runtime(torch.device("cpu")), Mesh())
     shot = checkpoint.load(folder / "checkpoints", STEPS)
-    checkpoint.restore_weights(parts.plain, shot, weight_writer(parts.optimizer))
-    checkpoint.restore_moments(parts.plain, parts.optimizer, shot)
-    again = checkpoint.snapshot(parts.plain, parts.optimizer, shot.state)
+    checkpoint.restore_weights(parts.model, shot, weight_writer(parts.update.optimizer))
+    checkpoint.restore_moments(parts.model, parts.update.optimizer, shot)
+    again = checkpoint.snapshot(parts.model, parts.update.optimizer, shot.state)
     torch.testing.assert_close(again.weights, shot.weights, atol=0, rtol=0)
     torch.testing.assert_close(again.moments, shot.moments, atol=0, rtol=0)

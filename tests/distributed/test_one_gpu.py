@@ -24,7 +24,12 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 def losses(make_config: MakeConfig, folder: Path, **changes: object) -> list[float]:
     config = make_config(
-        run__device="cuda", train__precision="bf16", run__dir=str(folder), model__dropout=0.0, **changes
+        run__device="cuda",
+        train__precision="bf16",
+        run__dir=str(folder),
+        model__dropout=0.0,
+        techniques__fused=False,
+        **changes,
     )
     return [event["loss"] for event in read_events(train(config)) if "loss" in event]
 

@@ -17,6 +17,7 @@ import torch
 
 from stretto import checkpoint
 from stretto.config import FusedConfig, ParallelConfig, TechniquesConfig
+from stretto.mesh import Mesh
 from stretto.optim import weight_writer
 from stretto.report import read_events
 from stretto.runtime import Runtime
@@ -144,11 +145,11 @@ def test_all_leave_out_the_same_blocks(runs: Path, way: str) -> None:
 @pytest.mark.parametrize("fused", [FusedConfig(), None], ids=["fused", "plain"])
 def test_weights_of_many_processes_are_loaded_exactly_in_one(runs: Path, fused: FusedConfig | None) -> None:
     folder = runs / "four" / "fused hybrid"
-    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused), parallel=ParallelConfig())
-    parts, shot = build(config, Runtime(torch.device("cpu"))), checkpoint.load(folder / "checkpoints", STEPS)
-    checkpoint.restore_weights(parts.plain, shot, weight_writer(parts.optimizer))
-    checkpoint.restore_moments(parts.plain, parts.optimizer, shot)
-    again = checkpoint.snapshot(parts.plain, parts.optimizer, shot.state)
+    config = replace(load_run_config(folder), techniques=TechniquesConfig(fused=fused), parallel=ParallelConfig())
+    parts, shot = build(config, Runtime(torch.device("cpu")), Mesh()), checkpoint.load(folder / "checkpoints", STEPS)
+    checkpoint.restore_weights(parts.model, shot, weight_writer(parts.update.optimizer))
+    checkpoint.restore_moments(parts.model, parts.update.optimizer, shot)
+    again = checkpoint.snapshot(parts.model, parts.update.optimizer, shot.state)
     torch.testing.assert_close(again.weights, shot.weights, atol=0, rtol=0)
     torch.testing.assert_close(again.moments, shot.moments, atol=0, rtol=0)
 

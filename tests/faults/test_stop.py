@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import stretto.step
 import stretto.train
 from stretto import checkpoint
 from stretto.config import dump_config
@@ -117,7 +116,7 @@ def test_a_signal_to_launcher_and_workers_together_saves_once(run: Path, tmp_pat
 
 def test_the_end_of_a_run_is_recorded(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_exit(run)["code"] == 0
-    config, run_step = config_of(run, steps=8), stretto.step.run_step
+    config, run_step = config_of(run, steps=8), stretto.train.run_step
 
     def failing(error: BaseException) -> None:
         def fail(*args: Any) -> Any:

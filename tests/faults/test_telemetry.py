@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import stretto.step
 import stretto.train
 from stretto import checkpoint
 from stretto.config import dump_config
@@ -83,7 +82,7 @@ def test_a_spoiled_log_and_lost_folders_do_not_stop_a_resumed_run(
 ) -> None:
     with (run / EVENTS).open("ab") as file:
         file.writelines(ODD_LINES.values())
-    run_step, count = stretto.step.run_step, 0
+    run_step, count = stretto.train.run_step, 0
 
     def losing(*args: Any) -> Any:
         nonlocal count

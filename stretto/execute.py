@@ -1,0 +1,67 @@
+"""How an update runs. An executor takes the micro-batches of an update to its end: here, one operation after the other,
+each launched by the host. graphs.py has those that replay recorded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stretto.batch import Batch
+from stretto.parallel.gradients import Gradients
+
+
+class Work(Protocol):
+    """What an executor runs: step.Update for Stretto's own models, or the update of a loop of one's own."""
+
+    gradients: Gradients
+    device: torch.device
+
+    def seed_for(self, index: int) -> None: ...
+
+    def learn(self, batch: Any) -> Tensor: ...
+
+    def apply(self) -> Tensor: ...
+
+
+class Executor:
+    """Launches every operation by itself."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.notes: list[str] = []  # what the log should say
+
+    @property
+    def recording_seconds(self) -> float:
+        """The time that recording has taken so far."""
+        return 0.0
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The batch in a shape that suits this executor, on the host."""
+        return batch
+
+    def run(self, batches: Sequence[tuple[int, Any]], key: Hashable = ()) -> tuple[Tensor, Tensor]:
+        """One update from this process's micro-batches, each with its number. Updates with another `key` than the last
+        one launch other operations. Returns the summed loss of these batches, and what `apply` gives; both are still on
+        the device."""
+        gradients = self.work.gradients
+        loss_sum = torch.zeros((), device=self.work.device)
+        for index, batch in batches:
+            self.work.seed_for(index)
+            with gradients.sync(last=index == batches[-1][0]):
+                loss_sum += self.learn(batch)
+        gradients.finish()
+        return loss_sum, self.apply()
+
+    def learn(self, batch: Any) -> Tensor:
+        return self.work.learn(batch)
+
+    def apply(self) -> Tensor:
+        return self.work.apply()
+
+    def take_notes(self) -> list[str]:
+        notes, self.notes = self.notes, []
+        return notes

@@ -1,0 +1,140 @@
+"""Where gradients live between backward pass and update, and how processes come to their sum. One object owns both:
+
+    Gradients  as autograd makes them, in one process
+    Averaged   DistributedDataParallel averages them while the backward pass runs
+    Sharded    FSDP2 leaves each process its part of the average
+    Static     they stay in place from step to step, and one message sums them when the backward passes are done: so
+               the passes can be recorded as CUDA graphs, and several of them can be added up inside of graphs
+    Present    only some parameters have one in a step, the same in all processes; those are gathered and summed
+
+An update wants the sum over processes: the loss is multiplied by `copies`, by which an average divides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+ALIGN = 16  # elements: each gradient begins at a multiple, so that vector loads apply
+
+
+class Gradients:
+    copies = 1  # what the average over processes divides the sum by
+    stay = False  # gradients are in the same memory in every step
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model  # what a training step calls
+
+    def sync(self, last: bool) -> AbstractContextManager[object]:
+        """Around a backward pass. Gradients travel between processes once a step, with its last micro-batch."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """After each backward pass."""
+
+    def finish(self) -> None:
+        """After the last backward pass of a step: from here on every process has the sum."""
+
+    def zero(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+    def release(self) -> None:
+        """Gives back memory that is kept from step to step."""
+
+
+class Averaged(Gradients):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True))
+        self.copies = dist.get_world_size()
+
+    def sync(self, last: bool) -> AbstractContextManager[object]:
+        assert isinstance(self.model, DistributedDataParallel)
+        return nullcontext() if last else self.model.no_sync()
+
+
+class Sharded(Gradients):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.copies = dist.get_world_size()
+
+    def sync(self, last: bool) -> AbstractContextManager[object]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        return nullcontext()
+
+
+class Static(Gradients):
+    """Parts of one flat tensor for each dtype, which backward passes add into."""
+
+    stay = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.flats: list[Tensor] = []
+
+    def settle(self) -> None:
+        """What the very first backward pass has made moves into place; parameters without a gradient then are taken to
+        be unused, and never get a place."""
+        if not self.flats:
+            self.gather()
+
+    def gather(self) -> None:
+        grads: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        for p in self.parameters:
+            if p.grad is not None:
+                grads[p.grad.dtype].append((p, p.grad))
+        for members in grads.values():
+            sizes = [-(-grad.numel() // ALIGN) * ALIGN for _, grad in members]
+            flat = members[0][1].new_zeros(sum(sizes))
+            for (p, grad), end, size in zip(members, accumulate(sizes), sizes, strict=True):
+                place = flat[end - size :][: grad.numel()].view(grad.shape)
+                p.grad = place.copy_(grad)
+            self.flats.append(flat)
+
+    def finish(self) -> None:
+        if dist.is_initialized():
+            for flat in self.flats:
+                dist.all_reduce(flat)
+
+    def zero(self, optimizer: torch.optim.Optimizer) -> None:
+        for flat in self.flats:
+            flat.zero_()
+
+    def release(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+        self.flats = []
+
+
+class Present(Static):
+    """Gradients stay where autograd has made them until the step is over."""
+
+    def settle(self) -> None:
+        """Nothing moves: the next step may use other parameters."""
+
+    def finish(self) -> None:
+        self.gather()
+        super().finish()
+
+    def zero(self, optimizer: torch.optim.Optimizer) -> None:
+        self.release()
+
+
+def choose_gradients(model: nn.Module, sharded: bool, gaps: bool, num_passes: int = 0) -> Gradients:
+    """`gaps`: steps leave parameters without a gradient. `num_passes`: backward passes of an update, over all
+    processes, that may be recorded; 0: none is."""
+    if sharded:
+        return Sharded(model)
+    if num_passes > 1:
+        return Static(model)
+    if num_passes == 1 or not dist.is_initialized():
+        return Gradients(model)
+    return Present(model) if gaps and dist.get_world_size() > 1 else Averaged(model)

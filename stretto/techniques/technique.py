@@ -1,0 +1,228 @@
+"""What a technique is: one object with the hooks that it needs. Every hook of the base class does nothing, so a
+technique is what it overrides, and the trainer calls all hooks without knowing whose they are.
+
+    when                                hook
+    before anything is built            check: why it cannot work, alone or with others
+    the model is on the meta device     apply;  the model is Hugging Face's: attach
+    weights get their first values      start_value;  the optimizer is built: build_optimizer
+    a batch is made, in a thread        prepare, for training and evaluation
+    around each update                  begin, end
+    an update may be a CUDA graph       find_obstacles, graph_key, pattern
+    a line is logged                    metrics
+    a run is saved and resumed          state_dict, load_state_dict, identity
+    a trained model is loaded, written  changes_function, fold
+    a run is planned                    estimate
+
+Random choices come from (seed, step, place), never from a global generator. What is chosen by measurement is agreed on
+by all processes in `end`, and is part of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stretto.batch import Batch
+from stretto.config import Config, ModelConfig, OptimConfig
+from stretto.errors import ConfigError
+from stretto.mesh import Mesh
+
+Sites = Mapping[str, Sequence[str]]  # role -> names of the modules that play it (model.sites)
+R = TypeVar("R", bound="NormRule")
+SAY_STEPS = "stretto.accelerate(model, ..., steps=NUMBER)"  # how a loop of one's own says how long it is
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a technique may know of the run that it is part of."""
+
+    model: ModelConfig | None  # None: the model is Hugging Face's
+    device: torch.device
+    precision: str  # "fp32", "bf16" or "fp16"
+    mesh: Mesh = field(default_factory=Mesh)
+    seed: int = 0
+    steps: int = 0  # updates of the run
+    micro_batches: int = 1  # of an update, over all processes
+    seq_len: int = 0  # longest sequence in tokens
+    padded: bool = False  # batches are rectangles with padding
+    part: tuple[int, ...] = ()  # the part of each micro-batch that is this process's; (): all of it
+
+
+@dataclass(frozen=True)
+class At:
+    """The place of a micro-batch in a run."""
+
+    step: int  # number of the update, from 0
+    index: int  # number of the micro-batch, from 0, over all updates
+    training: bool = True
+
+
+class Switch(Protocol):
+    """A layer that can be left out from the outside."""
+
+    needed: bool  # the layer makes something that later layers need
+    factor: float | None  # of what the layer adds to the stream; 0: the layer is left out; None: nobody has said
+
+
+class NormRule(Protocol):
+    """What stands where a norm stood, over the parameters of that norm."""
+
+    keeps_affine: bool  # the scale and shift of the norm stay
+
+    def weigh(self, real: Tensor) -> Tensor:
+        """The weights of tokens in what is measured, [T], given which are real, bool [T]."""
+        ...
+
+    def add(
+        self,
+        branch: Tensor | None,
+        x: Tensor,
+        branch_bias: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        p: float,
+        key: Tensor | None,
+        post: bool,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and the stream that goes on, as AddingNorm.add in model.py. `rows` are weights of tokens in a
+        training step; None: nothing is measured."""
+        ...
+
+
+class Foreign(Protocol):
+    """What a model of others, changed from the outside, offers instead of sites. `name` is that of the technique; where
+    nothing can be done, a ValueError says why."""
+
+    def switch_layers(
+        self, name: str, find_problem: Callable[[Sequence[Switch]], str | None]
+    ) -> Mapping[str, Sequence[Switch]]:
+        """Makes the layers of a stack switchable, by its name, unless `find_problem` has a reason against it."""
+        ...
+
+    def replace_norms(self, name: str, build: Callable[[int], R]) -> R:
+        """Puts one rule in the place of all norms that tokens are known of; `build` is given their channels in all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a technique changes in the needs of a run, as factors of what they are without it."""
+
+    state: float = 1.0  # bytes of weights, gradients and moments
+    activations: float = 1.0  # bytes of what the backward pass keeps
+    work: float = 1.0  # floating-point operations of a step
+
+
+class Technique:
+    name: ClassVar[str]
+    exact: ClassVar[bool]  # the mathematics of training stays as it is
+    changes_function: ClassVar[bool] = False  # a trained model is another function than the plain one
+    drops_by_place: ClassVar[bool] = False  # dropout is a function of a token's place in the whole batch
+    splits_sequences: ClassVar[bool] = False  # a process has a part of the tokens of each sequence
+    by_block: ClassVar[bool] = False  # torch.compile takes each block by itself, not the model as a whole
+
+    def __init__(self, cfg: Any, context: Context) -> None:
+        self.cfg, self.context = cfg, context
+
+    @classmethod
+    def find_options(cls, config: Config, device: torch.device) -> Any | None:
+        """The section of the recipe; None: the technique is off."""
+        return getattr(config.techniques, cls.name)
+
+    @property
+    def key(self) -> str:
+        """The place of its options in a recipe."""
+        return f"techniques.{self.name}"
+
+    @property
+    def parameter_dtype(self) -> torch.dtype | None:
+        """The type that parameters are kept in; None: as they are."""
+        return None
+
+    @property
+    def gaps(self) -> bool:
+        """Updates leave parameters without a gradient."""
+        return False
+
+    def check(self, others: Sequence[Technique]) -> list[str]:
+        """The reasons why the technique cannot work here, with the keys to change."""
+        return []
+
+    @property
+    def num_kinds(self) -> int:
+        """The number of kinds of updates, each with operations of its own."""
+        return 1
+
+    def estimate(self) -> Estimate:
+        return Estimate()
+
+    def apply(self, model: nn.Module, sites: Sites) -> None:
+        """Changes a model whose parameters have no values yet. State-dict keys stay."""
+
+    def attach(self, model: Foreign) -> None:
+        """Changes a model of others, from the outside."""
+        raise ConfigError(f"{self.key} works in Stretto's own models only")
+
+    def start_value(self, name: str, value: Tensor) -> Tensor:
+        """The first value of a parameter, given that of the plain model."""
+        return value
+
+    def build_optimizer(self, groups: list[dict[str, Any]], cfg: OptimConfig) -> torch.optim.Optimizer | None:
+        """An optimizer for these groups; None: torch's."""
+        return None
+
+    def prepare(self, batch: Batch, at: At) -> Batch:
+        """The batch as the model gets it. On the host, a pure function: a thread calls it ahead of time."""
+        return batch
+
+    def random_keys(self, others: Sequence[Technique]) -> tuple[int, ...]:
+        """What torch's generators depend on in this process, besides the seed and the micro-batch."""
+        return ()
+
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
+        """Puts the numbers of an update on the device. `share` is the weight of a micro-batch of this process in what
+        is averaged over micro-batches."""
+
+    def end(self, step: int) -> None:
+        """After an update."""
+
+    def find_obstacles(self) -> list[str]:
+        """The reasons why updates cannot be recorded as CUDA graphs."""
+        return []
+
+    def graph_key(self, step: int) -> Hashable:
+        """Updates with another key launch other kernels: what was recorded until then does not come again."""
+        return ()
+
+    def pattern(self) -> dict[str, Any]:
+        """What the operations of this update depend on besides batches. A recording is for one pattern."""
+        return {}
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for the log. The host waits for the device here."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs besides the options, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    @classmethod
+    def identity(cls, cfg: Any) -> dict[str, Any] | None:
+        """What must be equal for a resumed run to be the same run; None: nothing, as for a technique that is off."""
+        return None if cls.exact or cfg is None else asdict(cfg)
+
+    def describe(self) -> str:
+        """Words for the log; empty: nothing to say beyond the recipe."""
+        return ""
+
+    def fold(self, model: nn.Module) -> nn.Module | None:
+        """A plain model that computes what this trained one does; None: there is none."""
+        return None
