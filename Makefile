@@ -1,6 +1,8 @@
 # Two commands do everything: `make demo` and `make test`. Both create .venv by themselves.
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes that run tests side by side; 0: all tests in one process, as is better on a machine with one GPU.
+WORKERS ?= 2
 
 .PHONY: demo test check clean
 
@@ -9,7 +11,7 @@ demo: .venv/installed
 	$(BIN)/stretto train demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: .venv/tested
 	$(BIN)/ruff check .

@@ -98,8 +98,10 @@ def check(parts: list[Tensor], lengths: list[int], causal: bool, p: float) -> st
     theirs = [part.detach().float().requires_grad_() for part in mine]
     offsets, key = ends(few), torch.tensor(KEY, device="cuda") if p else None
     layout = (offsets, offsets, max(few), max(few), causal)
-    out = family.attention(*mine, *layout, p=p, key=key)
-    exact = family.attention_ref(family.Forward(*theirs, None, *layout, SIZE**-0.5, p, key))[0]
+    q, k, v = mine
+    out = family.attention(q, k, v, *layout, p=p, key=key)
+    q, k, v = theirs
+    exact = family.attention_ref(family.Forward(q, k, v, None, *layout, SIZE**-0.5, p, key))[0]
     gradient = torch.randn_like(out)
     got = [out, *torch.autograd.grad(out, mine, gradient)]
     expected = [exact, *torch.autograd.grad(exact, theirs, gradient.float())]
@@ -156,8 +158,8 @@ def report(
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 10, replays: int = 5) -> float:
-    """Of one call among `repeats` in a CUDA graph: the time of the kernels alone, which for some of these shapes is
-    less than what the host takes to launch them."""
+    """Times one call among `repeats` in a CUDA graph: the kernels alone, which for some of these shapes take less time
+    than the host takes to launch them."""
     for _ in range(3):
         call()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

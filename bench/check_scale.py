@@ -40,7 +40,7 @@ from stretto.techniques.fused import FusedBlock
 
 @dataclass(frozen=True)
 class MeasuredLink(Link):
-    """With a bandwidth and a latency for each kind of message."""
+    """A link with a bandwidth and a latency for each kind of message."""
 
     kinds: tuple[tuple[str, Link], ...] = ()
 
@@ -49,15 +49,15 @@ class MeasuredLink(Link):
 
 
 def measure_link(group: dist.ProcessGroup, ring: Ring) -> MeasuredLink:
-    """From a small and a large message of each kind, between all ranks at once."""
+    """Fits a link to a small and a large message of each kind, between all ranks at once."""
     ranks = group.size()
 
     def fit(kind: str, send: Callable[[Tensor], Any], sent: float, hops: int) -> Link:
-        """`sent`: how much of the tensor a rank sends."""
+        """Fits one kind of message, of which a rank sends the share `sent` of a tensor."""
         found = []
         for values in (2**8, 2**20):
             x = torch.zeros(ranks, values)
-            seconds = largest(statistics.median(wall(lambda x=x: send(x)) for _ in range(9)))
+            seconds = largest(statistics.median(wall(partial(send, x)) for _ in range(9)))
             found.append((x.nbytes * sent, seconds))
         (small, fast), (large, slow) = found
         bandwidth = (large - small) / max(slow - fast, 1e-9)
@@ -82,7 +82,7 @@ def wall(call: Callable[[], Any]) -> float:
 
 
 def largest(seconds: float) -> float:
-    """Over ranks: all wait for the slowest."""
+    """Returns the largest value over all ranks, which wait for the slowest."""
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)

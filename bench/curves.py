@@ -26,13 +26,13 @@ EQUAL_DATA = {
 }
 EQUAL_COST = {
     "seconds_loss": ("loss after {seconds_end:.1f} s", ".4f"),
-    "seconds_gap": ("less plain's", "+.4f"),
+    "seconds_gap": ("difference from plain", "+.4f"),
     "seconds_to": ("s to loss {worst:.3f}", ".1f"),
-    "seconds_ratio": ("of plain's", ".3f"),
+    "seconds_ratio": ("ratio to plain", ".3f"),
     "flops_loss": ("loss after {flops_end:.3e} FLOPs", ".4f"),
-    "flops_gap": ("less plain's", "+.4f"),
+    "flops_gap": ("difference from plain", "+.4f"),
     "flops_to": ("FLOPs to loss {worst:.3f}", ".3e"),
-    "flops_ratio": ("of plain's", ".3f"),
+    "flops_ratio": ("ratio to plain", ".3f"),
 }
 ENDS = ("worst", "seconds_end", "flops_end")
 
@@ -68,15 +68,15 @@ def read_curve(events: Sequence[Mapping[str, Any]]) -> Result:
 
 
 def median_around(values: Floats) -> Floats:
-    """Of the AROUND values nearest to each."""
+    """Returns for each value the median of the AROUND values nearest to it."""
     size = min(AROUND, len(values))
     begins = np.clip(np.arange(len(values)) - size // 2, 0, len(values) - size)
     return np.median(np.lib.stride_tricks.sliding_window_view(values, size)[begins], axis=1)
 
 
 def compare(results: Mapping[str, Result]) -> dict[str, Row]:
-    """Variants of one seed. Equal time and equal FLOPs: when the first of them is through with all the data. Equal
-    loss: what the worst of them ends with."""
+    """Compares the variants of one seed at equal time and equal FLOPs, those of the variant that is first through all
+    the data, and at equal loss, that with which the worst variant ends."""
     curves = {variant: result["curve"] for variant, result in results.items()}
     rows: dict[str, Row] = {
         variant: {key: result[key] for key in ("layers", "recording_s", "wall_s")}
@@ -102,12 +102,12 @@ def compare(results: Mapping[str, Result]) -> dict[str, Row]:
 
 
 def loss_at(curve: Curve, axis: str, x: float) -> float:
-    """Between two evaluations in a straight line; nan before the first and after the last."""
+    """Returns the loss at x, in a straight line between two evaluations; nan before the first and after the last."""
     return float(np.interp(x, curve[axis], curve["loss"], left=math.nan, right=math.nan))
 
 
 def reach(curve: Curve, axis: str, loss: float) -> float:
-    """Where the loss is first as low as that, between two evaluations in a straight line; infinite: nowhere."""
+    """Returns where the curve first reaches the loss, in a straight line between two evaluations; infinite: nowhere."""
     xs, losses = curve[axis], curve["loss"]
     first = next((i for i, value in enumerate(losses) if value <= loss), None)
     if first is None:

@@ -38,7 +38,7 @@ def layer_traffic(
 
 
 def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
-    """Of a decoder: those of one block, and those outside of the blocks."""
+    """Counts the parameters of one block of a decoder, and those outside of its blocks."""
     up, inner = mlp_widths(cfg)
     h, kv = cfg.width, kv_width(cfg)
     norm = h * (2 if cfg.norm == "layernorm" and cfg.bias else 1)
@@ -49,8 +49,8 @@ def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
 
 
 def weight_traffic(parameters: int, ranks: int, sharded: bool, element: int = 2, reduced: int = 4) -> Traffic:
-    """Of these parameters, once a step. Ranks with other tokens add up their gradients; where weights are sharded
-    (FSDP), each use of them begins by gathering them."""
+    """The messages of these parameters in a step. Ranks with other tokens add up their gradients; where weights are
+    sharded (FSDP), each use of a weight begins by gathering it."""
     if ranks == 1:
         return Traffic()
     c, hops = (ranks - 1) / ranks, ranks - 1
@@ -62,7 +62,7 @@ def weight_traffic(parameters: int, ranks: int, sharded: bool, element: int = 2,
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank."""
+    """The bytes of one rank, by cause."""
 
     weights: float
     gradients: float
@@ -93,8 +93,8 @@ def kept_bytes(
 
 
 def gathered_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int = 2) -> int:
-    """Of one layer, besides what is counted in kept_bytes: not divided by the number of ranks. Megatron's two inputs
-    take the place of the local ones."""
+    """The bytes of gathered tensors of one layer, besides kept_bytes: these are not divided by the number of ranks.
+    Megatron's two gathered inputs take the place of the local ones."""
     if ranks == 1 or method not in ("gather", "megatron"):
         return 0
     return 2 * (tokens * kv_width(cfg) if method == "gather" else (tokens - tokens // ranks) * cfg.width) * element
@@ -111,8 +111,8 @@ def rank_memory(
     keep: bool = False,
     recompute: bool = False,
 ) -> Memory:
-    """Of a decoder; `sharded`: weights, gradients and moments are split over the ranks (FSDP), as megatron's are in any
-    case."""
+    """Computes the memory of one rank of a decoder. `sharded`: weights, gradients and moments are divided among the
+    ranks (FSDP), as megatron's are in any case."""
     block, outside = count_parameters(cfg)
     parameters, split = cfg.layers * block + outside, ranks if sharded or method == "megatron" else 1
     weights, gradients, moments = (parameters * size / split for size in STATE_BYTES)
@@ -155,15 +155,15 @@ def _found_bytes(cfg: ModelConfig, tokens: int, element: int, reduced: int) -> i
 
 
 def classic_activation_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> float:
-    """Of one layer in 16 bits without fused kernels, where attention keeps its scores: 34 s h + 5 n s^2 (Korthikanti et
-    al. 2022) over the ranks and, for `gather`, the gathered K/V. Memory as it was counted before FlashAttention."""
+    """The activations of one layer in 16 bits without fused kernels, where attention keeps its scores: 34 s h + 5 n s^2
+    (Korthikanti et al. 2022) over the ranks and, for `gather`, the gathered K/V, as before FlashAttention."""
     split = (34 * tokens * cfg.width + 5 * cfg.heads * tokens**2) / ranks
     return split + (gathered_bytes(cfg, "gather", ranks, tokens) if method == "gather" else 0)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and what they go into."""
+    """The seconds of one optimizer step, by cause."""
 
     layers: float  # work in all layers
     outside: float  # embedding, output layer, loss and update
@@ -188,9 +188,9 @@ def compose_step(
     element: int = 2,
     reduced: int = 4,
 ) -> StepTime:
-    """From the times of one layer's work, `rest` and its blocks of attention, and of the work outside of layers.
-    Weights travel while layers work, as far as these do not hide other messages; those outside of blocks come before
-    and go after everything else."""
+    """Composes a step from the times of one layer's work (`rest` and blocks of attention) and of the work outside of
+    layers. Messages of weights hide behind work that hides no other message; weights outside of blocks are gathered
+    before everything else, and their gradients reduced after it."""
     work, waits = rest + sum_passes(blocks), exposed_seconds(method, blocks, traffic, link)
     hidden = Pass(link.seconds(traffic.forward), link.seconds(traffic.backward)) + waits * -1
     per_block, alone = count_parameters(cfg)

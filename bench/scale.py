@@ -84,7 +84,7 @@ class Grid:
     models: dict[str, ModelConfig]
     lengths: tuple[int, ...]  # strong scaling: these sequences over
     ranks: tuple[int, ...]
-    own: int  # weak scaling: so many tokens on each of
+    own: int  # tokens of each rank in weak scaling
     weak_ranks: tuple[int, ...]
     paper: tuple[int, tuple[int, ...], int]  # tokens, ranks of the strong scaling, most ranks of megatron
     most_flops: float  # of a forward pass of attention
@@ -114,7 +114,7 @@ class Timed:
     scaled: bool = False  # from a part
 
     def times(self, factor: float) -> Timed:
-        """Of a shape so many times as large, which needs no more launches."""
+        """Scales to a shape that is `factor` times as large and needs no more launches."""
         return replace(self, seconds=self.seconds * factor, scaled=factor != 1)
 
 
@@ -152,11 +152,12 @@ class Meter:
         while 2 * queries**2 * heads * size > self.grid.most_flops and queries > 128:
             queries //= 2
         shapes = ((queries, heads, size), (queries, kv_heads, size), (queries, kv_heads, size))
-        inputs, dout = [self.random(*shape).requires_grad_() for shape in shapes], self.random(*shapes[0])
+        q, k, v = (self.random(*shape).requires_grad_() for shape in shapes)
+        dout = self.random(*shapes[0])
         layout = dense_layout(1, queries, device=self.device)
         timed = self.time(
-            lambda: attend(*inputs, layout, layout, causal=True, dropout=0.0),
-            lambda out: torch.autograd.grad(out, inputs, dout),
+            lambda: attend(q, k, v, layout, layout, causal=True, dropout=0.0),
+            lambda out: torch.autograd.grad(out, (q, k, v), dout),
         )
         return timed.times((tokens / queries) ** 2)
 
@@ -188,7 +189,7 @@ class Meter:
         return [timed.times(all_heads / kv_heads) for timed in passes]
 
     def part(self, reach: Reach, rows: int, own: int, heads: int, kv_heads: int, size: int) -> Timed:
-        """Attention to those of so many rows of keys that `own` queries reach; merged, unless it is the first."""
+        """Times attention of `own` queries to the keys that they reach of `rows`; merged, unless it is the first."""
         q, out, dout = (self.random(own, heads, size) for _ in range(3))
         kv, lse, scores = self.random(rows, 2, kv_heads, size), q.new_zeros(heads, own).float(), Scores(size**-0.5)
 
@@ -199,12 +200,12 @@ class Meter:
         return self.time(forward, lambda _: backward_part(dout, q, kv, out, lse, reach, scores))
 
     def exchanged(self, by: Ulysses, own: int, heads: int, kv_heads: int, size: int) -> Timed:
-        inputs = [self.random(own, count, size).requires_grad_() for count in (heads, kv_heads, kv_heads)]
+        q, k, v = (self.random(own, count, size).requires_grad_() for count in (heads, kv_heads, kv_heads))
         dout, scores = self.random(own, heads, size), Scores(size**-0.5)
-        return self.time(lambda: by(*inputs, scores), lambda out: torch.autograd.grad(out, inputs, dout))
+        return self.time(lambda: by(q, k, v, scores), lambda out: torch.autograd.grad(out, (q, k, v), dout))
 
     def _rest(self, cfg: ModelConfig, split: int, own: int) -> Timed:
-        """A layer of `own` tokens without attention; split: megatron's, over so many ranks."""
+        """Times a layer of `own` tokens without attention; with `split` > 1, megatron's over `split` ranks."""
         rows = min(own, max(self.grid.most_rows // split, 1))
         with share.stand_in(split, 0) as group:
             way, others = (WAYS["megatron"], group) if split > 1 else (WAYS["gather"], None)
@@ -271,7 +272,7 @@ class Meter:
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def time(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> Timed:
-        """Of kernels that follow one another: the device sleeps while the host launches them."""
+        """Times kernels that follow one another: the device sleeps while the host launches them."""
         backward(forward())
         clock = Clock(self.device)
         begin = time.perf_counter()
@@ -279,7 +280,7 @@ class Meter:
         host = time.perf_counter() - begin if self.device.type == "cuda" else 0.0
         for _ in range(REPEATS):
             if host:
-                torch.cuda._sleep(int(1.2 * host * CYCLES))  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(int(1.2 * host * CYCLES))
             clock.tick()
             out = forward()
             clock.tick()
@@ -291,7 +292,7 @@ class Meter:
 
 
 def time_blocks(meter: Meter, cfg: ModelConfig, name: str, ranks: int, tokens: int) -> list[Timed]:
-    """Of attention on the slowest rank. Contiguous, that is the last. Zig-zag, all see as many pairs: the first sees
+    """Times attention on the slowest rank. Contiguous, that is the last. Zig-zag, all see as many pairs: the first sees
     all keys of others with half of its queries, and the last half of the keys with all of them. All wait for the slower
     of the two; in a ring, somebody does the one and somebody the other at any time."""
     way, kv_heads = WAYS[name], cfg.kv_heads or cfg.heads
@@ -366,7 +367,7 @@ def simulate_undivided(meter: Meter, table: str, model: str, way: str, ranks: in
 
 
 def run_grid(meter: Meter, known: Sequence[Row], console: Console) -> Iterator[list[Row]]:
-    """All that is not known yet."""
+    """Simulates every case that has no rows yet."""
     grid = meter.grid
     tokens, strong, most = grid.paper
     first = next(iter(grid.models))  # its size is not known; a small GPT it was
@@ -520,7 +521,7 @@ def main() -> None:
 
 
 def load(out: Path, facts: dict[str, Any]) -> list[Row]:
-    """What an interrupted run has left."""
+    """Loads the rows that an interrupted run has left."""
     if not (out / "scale.json").exists():
         return []
     saved = json.loads((out / "scale.json").read_text(encoding="utf-8"))
@@ -530,7 +531,7 @@ def load(out: Path, facts: dict[str, Any]) -> list[Row]:
 
 
 def save(out: Path, rows: Sequence[Row], grid: Grid, facts: dict[str, Any]) -> None:
-    """After each piece of work: whoever interrupts it has the tables so far, and can go on."""
+    """Saves tables after each piece of work, so that an interrupted run can go on."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "scale.md").write_text(f"{describe(facts)}\n\n{show(rows, grid)}", encoding="utf-8")
     tree = facts | {"rows": [asdict(row) for row in rows]}

@@ -42,7 +42,7 @@ def stand_in(ranks: int, rank: int) -> Iterator[dist.ProcessGroup]:
 
 
 def whole_group() -> dist.ProcessGroup:
-    """Of all ranks."""
+    """Returns the group of all ranks."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
@@ -53,13 +53,13 @@ class Way:
 
     method: str
     layout: Literal["contiguous", "zigzag"] = "contiguous"
-    keep: bool = False  # what is gathered
+    keep: bool = False  # gathered tensors, until the backward pass
 
 
 def take_part(
     cfg: ModelConfig, way: Way, tokens: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Sequences:
-    """This rank's part of a sequence of so many tokens; all of it without a group, and for megatron's attention."""
+    """Returns this rank's part of a sequence; all of the sequence without a group, and for megatron's attention."""
     numbers, counts = torch.arange(tokens), Counts(tokens, tokens, tokens, tokens**2)
     batch = Batch(numbers, counts, (), Sequences(numbers, numbers, dense_layout(1, tokens)))
     if group is not None and way.method != "megatron":
@@ -76,13 +76,13 @@ def take_part(
 
 
 def leave_out_attention(part: Sequences) -> Sequences:
-    """To time all the rest."""
+    """Returns the same tokens without attention, to time all the rest of a layer."""
     return replace(part, layout=replace(part.layout, segment=Absent(part.ids)))
 
 
 @dataclass(frozen=True)
 class Absent:
-    """In place of attention (see batch.Segment)."""
+    """Stands in the place of attention (see batch.Segment)."""
 
     tokens: Tensor
 
@@ -162,7 +162,7 @@ def build_block(
     dtype: torch.dtype,
     recompute: bool = False,
 ) -> FusedBlock:
-    """With the weights of this rank: all, or for megatron its rows and columns of a block that all ranks draw alike."""
+    """Builds a block with this rank's weights: all, or megatron's rows and columns of a block that all ranks share."""
     torch.manual_seed(0)
     with device:
         block = Block(cfg, causal=True, cross=False)

@@ -96,7 +96,7 @@ def prepare(
 
 
 def find_sources() -> dict[str, bytes]:
-    """By their hash: no file twice, and in the order of hashes they are well mixed."""
+    """Finds source files by their hash: no file comes twice, and the order of hashes mixes them well."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     found = {}
     for root in {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}:
@@ -159,7 +159,7 @@ def choose_variants(text: str) -> list[str]:
 
 
 def set_up(config: Config, steps: int, schedule: Schedule, data: Path | None) -> Config:
-    """What is the same for all variants."""
+    """Makes the configuration that all variants share."""
     steps = steps or config.train.steps
     log_every, eval_every = (max(steps // number, 1) for number in (NUM_LOGS, NUM_EVALS))
     config = replace(
@@ -201,7 +201,7 @@ class Study:
         return list(dict.fromkeys(job.variant for job in self.jobs))
 
     def curves(self) -> dict[str, list[Curve]]:
-        """By variant, of all seeds."""
+        """Returns the curves of all seeds, by variant."""
         finished = {key: result["curve"] for key, result in sorted(self.results.items()) if "curve" in result}
         return {name: [curve for (v, _), curve in finished.items() if v == name] for name in self.variants}
 
@@ -253,7 +253,7 @@ def vary(config: Config, variant: str, data: Data) -> Config:
 
 
 def shrink(config: Config, data: Data) -> ModelConfig:
-    """As many layers as cost what layer_drop costs: the nearest number."""
+    """Takes the number of layers whose cost is nearest to that of layer_drop."""
     wanted, model = mean_flops(vary(config, "layer_drop", data), data), config.model
     plain = vary(config, "plain", data)
     ratio = model.decoder_layers / model.layers  # 0: as many as there are
@@ -262,7 +262,7 @@ def shrink(config: Config, data: Data) -> ModelConfig:
 
 
 def mean_flops(config: Config, data: Data) -> float:
-    """Of a micro-batch like the first one, over all steps, with the blocks that the run itself will choose."""
+    """Returns the mean FLOPs of a micro-batch like the first one, with the blocks that the run will choose."""
     batch, model, steps = data.train_batch(0), build_model(config.model), config.train.steps
     context = Context(config.model, torch.device("cpu"), "fp32", seed=config.run.seed, steps=steps)
     techniques = open_techniques(config, context)
@@ -367,7 +367,7 @@ def to_markdown(study: Study) -> str:
 
 
 def save(out: Path, studies: Sequence[Study]) -> None:
-    """Whole at any time: the process may be killed."""
+    """Writes the file whole at any time: the process may be killed."""
     config = studies[0].jobs[0].config
     tree = {
         "environment": describe_environment(Runtime(choose_device(config.run.device))),

@@ -13,12 +13,12 @@ from stretto.config import ModelConfig
 
 
 def tokens_per_sample(cfg: ModelConfig) -> int:
-    """What one counted unit of a batch is worth in tokens: an image becomes its patches and the class token."""
+    """Returns the tokens that one counted unit of a batch becomes: for an image, its patches and the class token."""
     return (cfg.image_size // cfg.patch) ** 2 + 1 if cfg.kind == "vit" else 1
 
 
 def training_flops(cfg: ModelConfig, counts: Counts, depths: Mapping[str, Depth] | None = None) -> float:
-    """Forward and backward over one batch, by all blocks or as many as `depths` says."""
+    """Counts the FLOPs of both passes over one batch, by all blocks, or by as many as `depths` says."""
     num_blocks: dict[str, float] = {"encoder": cfg.layers, "decoder": cfg.decoder_layers or cfg.layers}
     num_blocks |= {name: depth.work for name, depth in (depths or {}).items()}
     layers, decoder_layers = num_blocks["encoder"], num_blocks["decoder"]

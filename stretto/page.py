@@ -85,7 +85,7 @@ $sections
 
 
 def write_report(folder: Path, device: torch.device) -> Path:
-    """The page of a trained run, with a sample from the model where it is one that writes."""
+    """Writes the page of a trained run, with a sample from the model where it is one that generates text."""
     config = load_run_config(folder)
     if config.checkpoint.keep == 0:  # there is no model
         return write_page(folder, dump_config(config))
@@ -116,7 +116,7 @@ def _read_events(folder: Path) -> list[Event]:
 
 
 def _number(event: Event, key: str) -> float:
-    """The number under key; nan where there is none, or one beyond what can be drawn."""
+    """Returns the number under key; nan where there is none, or where it is too large to be drawn."""
     value = event.get(key)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100:
         return float(value)

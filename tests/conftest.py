@@ -14,7 +14,7 @@ from stretto.config import Config, build_config
 from tests.corpora import write_corpus
 from tests.runs import MakeConfig, change
 
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # `make test` has a worker for each core
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For models so small that they wait for their threads most of the time."""
+    """Lets torch work with one thread: very small models wait for their threads most of the time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -101,6 +101,12 @@ def arrange(sequences: list[Ints], form: str, empty: int, slack: int) -> tuple[S
     return pad(ids, lengths, width, fill=0), find_slots(lengths, width)
 
 
+def get_inputs(batch: Batch) -> Sequences:
+    """The tokens that a model of text reads."""
+    assert batch.inputs is not None
+    return batch.inputs
+
+
 def image_batch() -> Batch:
     random = torch.Generator().manual_seed(0)
     return Batch(torch.arange(3), Counts(0, 0, 0, 0), (), pixels=torch.randn(3, 2, 8, 8, generator=random))
@@ -131,9 +137,14 @@ def build_on_cpu(cfg: ModelConfig, dtype: torch.dtype = torch.float32, seed: int
 def loss_and_gradients(model: Model, *batches: Batch) -> dict[str, Tensor]:
     """Returns the loss and the gradient of every parameter, summed over the batches."""
     model.zero_grad()
-    loss = sum(model(batch) for batch in batches)
+    loss: Any = sum(model(batch) for batch in batches)
     loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {"loss": loss.detach()} | {name: get_grad(p).clone() for name, p in model.named_parameters()}
+
+
+def get_grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

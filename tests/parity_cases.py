@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import transformers as hf
+import transformers
 from torch import Tensor, nn
 
 from stretto.batch import IGNORE, Batch, Counts
@@ -18,11 +18,13 @@ from stretto.config import ModelConfig, RopeScaling
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Model, build_model
 from tests.hf_weights import translate
+from tests.models import get_inputs
 
+hf: Any = transformers  # whose configurations take more than their signatures say
 COUNTS = Counts(0, 0, 0, 0)  # models do not look at them
 VOCAB, CLASSES, EPS = 61, 5, 3e-3  # an epsilon so large that a wrong one shows
 LENGTHS, SOURCE_LENGTHS = np.array([6, 1, 9]), np.array([4, 11, 2])
-COMMON = {"attn_implementation": "eager", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+COMMON: dict[str, Any] = {"attn_implementation": "eager", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ def text_case(theirs: nn.Module, cfg: ModelConfig, predict: Literal["tokens", "m
         batches[form] = batch, to_tensor(rows)
 
     padded = batches["padded"][0]
+    inputs = get_inputs(padded)
     if padded.source is None:
-        read = _masked(padded.inputs.ids, LENGTHS) | (
-            {"token_type_ids": padded.inputs.types.view(len(LENGTHS), -1)} if cfg.token_types else {}
-        )
+        read = _masked(inputs.ids, LENGTHS)
+        if inputs.types is not None:
+            read["token_type_ids"] = inputs.types.view(len(LENGTHS), -1)
     else:
-        target = {f"decoder_{name}": value for name, value in _masked(padded.inputs.ids, LENGTHS).items()}
+        target = {f"decoder_{name}": value for name, value in _masked(inputs.ids, LENGTHS).items()}
         read = _masked(padded.source.ids, SOURCE_LENGTHS) | target
     return Case(theirs, cfg, read, to_tensor(compared), to_tensor(labels), batches)
 
@@ -140,7 +143,7 @@ TRANSLATION: dict[str, Any] = {
 
 
 def marian(activation: Literal["relu", "silu"]) -> Case:
-    """With SiLU it is as the published opus-mt models are."""
+    """A Marian model; with SiLU it is like the published opus-mt models."""
     theirs = hf.MarianMTModel(
         hf.MarianConfig(
             **TRANSLATION, activation_function={"relu": "relu", "silu": "swish"}[activation], scale_embedding=True,

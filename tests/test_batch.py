@@ -19,7 +19,7 @@ PLACES = "depths.decoder.parts.3.subset.places."
 
 
 class Copies(TorchDispatchMode):
-    """How many are made."""
+    """Counts the copies that are made."""
 
     number = 0
 
@@ -36,7 +36,7 @@ def tensors_of(value: Any) -> dict[str, Tensor]:
 
 
 def draw(name: str, form: str, index: int) -> Batch:
-    """With sequences for each block to work on."""
+    """Draws a batch that says which sequences each block works on."""
     drop = make_drop(LayerDropConfig(gate="sample", theta=0.3, schedule="constant"), KINDS[name])
     return drop.prepare(make_batches(KINDS[name], form)[0], At(0, index))
 

@@ -180,7 +180,8 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
 
 
 MODEL = ModelConfig(vocab=40, width=8, heads=2, layers=1, max_len=8)
-WAYS: list[FusedConfig | None] = [None] + [
+WAYS: list[FusedConfig | None] = [None]
+WAYS += [
     FusedConfig(weights=weights, moments=moments)  # type: ignore[arg-type]
     for weights, moments in product(("fp32", "split", "bf16"), ("fp32", "bf16"))
 ]
@@ -266,7 +267,7 @@ def test_a_checkpoint_moves_between_all_ways(old: FusedConfig | None, new: Fused
 
 
 def test_split_and_fp32_weights_train_alike_from_the_same_first_values() -> None:
-    fp32, split = (Training(FusedConfig(weights=kind)).run(0, 5).shot(5) for kind in ("fp32", "split"))  # type: ignore[arg-type]
+    fp32, split = (Training(FusedConfig(weights=kind)).run(0, 5).shot(5) for kind in ("fp32", "split"))
     assert_same(fp32, split)
 
 

@@ -18,7 +18,7 @@ Run = Callable[..., list[float]]
 
 
 def numbers(output: str) -> list[float]:
-    """Of the last line."""
+    """The numbers of the last line."""
     return [float(number) for number in re.findall(r"\d+\.\d+", output.strip().splitlines()[-1])]
 
 

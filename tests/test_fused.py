@@ -32,11 +32,11 @@ from tests.models import (
 )
 from tests.runs import MakeConfig
 
-DROPPING = {"dropout": 0.2, "activation_dropout": 0.1}
+DROPPING: dict[str, Any] = {"dropout": 0.2, "activation_dropout": 0.1}
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Of the loss and of all gradients together, relative, in the Euclidean norm; and that of the worst gradient."""
+    """The relative errors of the loss, of all gradients together and of the worst one, in the Euclidean norm."""
     assert found.keys() == exact.keys()
     every = [name for name in exact if name != "loss"]
     apart = torch.stack([(found[n].double() - exact[n].double()).norm() for n in every])
@@ -164,7 +164,7 @@ def test_a_dropped_layer_keeps_the_others_right(name: str) -> None:
     plain, fused = build(KINDS[name]), build(KINDS[name], FusedConfig())
     skips: dict[Model, Any] = {plain: lambda x, *_: x, fused: lambda x, *_, pending, **__: (x, pending)}
     for model, skip in skips.items():
-        model.get_submodule("decoder.blocks.0").forward = skip  # type: ignore[method-assign]
+        model.get_submodule("decoder.blocks.0").forward = skip
     wanted, found = learn(plain, batch), learn(fused, batch)
     for key, value in found.items():
         torch.testing.assert_close(value, wanted.get(key, torch.zeros_like(value)), rtol=1e-4, atol=1e-5)

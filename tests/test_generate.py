@@ -56,7 +56,7 @@ def sequence(ids: list[int]) -> Sequences:
 
 
 def log_probabilities(model: Model, ids: list[int], source: list[int] | None = None) -> torch.Tensor:
-    """Of the next token after each prefix, with everything forbidden left out."""
+    """The log-probabilities of the next token after each prefix, without forbidden tokens."""
     batch = Batch(
         torch.tensor(ids), Counts(0, 0, 0, 0), (), sequence(ids), source=None if source is None else sequence(source)
     )

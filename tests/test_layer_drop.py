@@ -87,7 +87,7 @@ def test_expected_depth(num_blocks: int, text: float, algorithm: float) -> None:
 
 
 def expectations(probabilities: Sequence[float]) -> list[float]:
-    """Of each block's gate under systematic sampling, exactly: the choice changes at few values of u."""
+    """The exact mean of each block's gate under systematic sampling: the choice changes at few values of u."""
     sums = itertools.accumulate(1 - p for p in probabilities)
     edges = sorted({0.0, 1.0, *(math.ceil(s) - s for s in sums)})
     found = [0.0] * len(probabilities)
@@ -113,7 +113,7 @@ def test_a_gate_times_its_scale_is_1_on_average(num_blocks: int, index: Any) -> 
     scales = drop.prepare(make_batches(KINDS["decoder"])[0], At(TOTAL, 0)).depths["decoder"].scales.tolist()
     assert_unbiased(gates, scales)
     later = [1 / (p - 0.5 / num_blocks) for p in probabilities]  # DeepSpeed's: of the next block
-    assert 1.04 < gates[0] * later[0] < 1.05 or num_blocks > 12
+    assert 1 + 0.5 / num_blocks < gates[0] * later[0] < 1 + 0.6 / num_blocks
     with pytest.raises(AssertionError):
         assert_unbiased(gates, later)
 
@@ -180,10 +180,10 @@ def alone(model: Model, batch: Batch, work: dict[str, dict[int, float]], params:
             parts = name.split(".")
             if parts[0] == stack and parts[1] == "blocks" and parts[-2] in ("out", "down"):
                 scaled[name] = params[name] * scales.get(int(parts[2]), 1.0)
-        blocks = network.get_submodule(stack).blocks
+        blocks: Any = network.get_submodule(stack).blocks
         for i in range(len(blocks)):
             if i not in scales:
-                blocks[i].forward = lambda x, *_: x  # type: ignore
+                blocks[i].forward = lambda x, *_: x
     return torch.func.functional_call(network, scaled, (batch,))
 
 
@@ -284,14 +284,14 @@ def test_blocks_are_compiled_once_whatever_the_pattern(gate: Any, fused: FusedCo
     cfg, schedule = KINDS["decoder"], LayerDropConfig(sampling="bernoulli", gamma=0.1, gate=gate)
     drop, (batch, _) = make_drop(schedule, cfg), make_batches(cfg, "padded")
     batches = [drop.prepare(batch, At(step, step)) for step in range(0, 60, 6)]
-    assert len({tuple(b.depths["decoder"].parts) for b in batches if b.depths}) > 4 or gate == "sample"
+    assert len({shape_of(b) for b in batches}) > 4  # patterns of blocks, or numbers of sequences that they work on
     eager = [learn(build(cfg, fused), b)["loss"] for b in batches]
     model = build(cfg, fused)
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")
     for site in sites(model)["block"]:
         block = model.get_submodule(site)
-        block.forward = torch.compile(block.forward, backend=counter)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, backend=counter)
     torch.testing.assert_close([learn(model, b)["loss"] for b in batches], eager)
     # With a scale and without; fused, the first block that works has nothing to add, and later ones add what is for all
     # tokens or for some; a part may have two sizes or more.

@@ -31,6 +31,7 @@ from tests.models import (
     build_on_cpu,
     collate,
     example_batch,
+    get_inputs,
     largest_error,
     loss_and_gradients,
     materialise,
@@ -57,8 +58,9 @@ def test_packing_changes_nothing(name: str, lengths: list[tuple[int, int]], empt
 def test_packing_test_notices_merged_sequences(name: str) -> None:
     model = build_on_cpu(CONFIGS[name], torch.float64)
     batch = example_batch(model.cfg)
-    offsets = batch.inputs.layout.offsets[[0, 2, 3, 3]]  # the first two are one now, and an empty one ends the batch
-    merged = replace(batch, inputs=replace(batch.inputs, layout=Layout(offsets, 7)))
+    inputs = get_inputs(batch)
+    offsets = inputs.layout.offsets[[0, 2, 3, 3]]  # the first two are one now, and an empty one ends the batch
+    merged = replace(batch, inputs=replace(inputs, layout=Layout(offsets, 7)))
     if model.cfg.classes:
         merged = replace(merged, labels=batch.labels[[0, 2, 1]])
     assert largest_error(loss_and_gradients(model, merged), loss_and_gradients(model, batch)) > 1e-3
@@ -106,16 +108,17 @@ def run_attention(tensors: list[Tensor], q_lengths: Ints, k_lengths: Ints, causa
     q, k, v = (t.detach().clone().requires_grad_() for t in tensors[:3])
     layouts, given, slots = [], [], []
     for form, lengths, parts in zip(forms.split("-"), (q_lengths, k_lengths), ((q,), (k, v)), strict=True):
-        sequences, at = arrange([np.zeros(n, np.int64) for n in lengths], form, 0, slack=3)
-        layout, at = sequences.layout, to_tensor(at).to(q.device)
-        moved = {"offsets": layout.offsets.to(q.device)}
+        sequences, places = arrange([np.zeros(n, np.int64) for n in lengths], form, 0, slack=3)
+        layout, at = sequences.layout, to_tensor(places).to(q.device)
+        moved: dict[str, Any] = {"offsets": layout.offsets.to(q.device)}
         if layout.lengths is not None:
             moved["lengths"] = layout.lengths.to(q.device)
         layouts.append(replace(layout, **moved))
         # The padding holds huge values: to look at it, even a little, is to fail.
         given += [t.new_full((len(sequences.ids), *t.shape[1:]), 1e4).index_copy(0, at, t) for t in parts]
         slots.append(at)
-    out = attend(*given, *layouts, causal, dropout=0.0)[slots[0]]
+    (q_layout, k_layout), (q_given, k_given, v_given) = layouts, given
+    out = attend(q_given, k_given, v_given, q_layout, k_layout, causal, dropout=0.0)[slots[0]]
     return [out, *torch.autograd.grad(out, (q, k, v), tensors[3])]
 
 
@@ -130,9 +133,9 @@ def run_definition(tensors: list[Tensor], q_lengths: Ints, k_lengths: Ints, caus
 def test_attention_is_its_definition(
     q_lengths: list[int], k_lengths: list[int] | None, causal: bool, kv_heads: int, forms: str
 ) -> None:
-    tensors, *lengths = attention_problem(q_lengths, k_lengths, kv_heads, head_size=8)
-    wanted = run_definition(tensors, *lengths, causal)
-    for found, value in zip(run_attention(tensors, *lengths, causal, forms), wanted, strict=True):
+    tensors, q_sizes, k_sizes = attention_problem(q_lengths, k_lengths, kv_heads, head_size=8)
+    wanted = run_definition(tensors, q_sizes, k_sizes, causal)
+    for found, value in zip(run_attention(tensors, q_sizes, k_sizes, causal, forms), wanted, strict=True):
         torch.testing.assert_close(found, value, rtol=EXACT, atol=EXACT)
 
 
@@ -140,14 +143,14 @@ def test_attention_is_its_definition(
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_bias_is_added_by_distance(causal: bool, form: str) -> None:
     """As T5's relative positions: one number for each head and distance, the same in every sequence."""
-    tensors, *lengths = attention_problem([1, 9, 5], None, 4, head_size=8)
+    tensors, q_sizes, _ = attention_problem([1, 9, 5], None, 4, head_size=8)
     table = torch.randn(4, 31, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
-    ids = [np.zeros(n, np.int64) for n in lengths[0]]
+    ids = [np.zeros(n, np.int64) for n in q_sizes]
     sequences, at = arrange(ids, form, 0, slack=0)
-    given = [t.new_zeros(len(sequences.ids), *t.shape[1:]).index_copy(0, to_tensor(at), t) for t in tensors[:3]]
-    out = attend(*given, sequences.layout, sequences.layout, causal, 0.0, table)[to_tensor(at)]
+    q, k, v = (t.new_zeros(len(sequences.ids), *t.shape[1:]).index_copy(0, to_tensor(at), t) for t in tensors[:3])
+    out = attend(q, k, v, sequences.layout, sequences.layout, causal, 0.0, table)[to_tensor(at)]
     wanted, start = [], 0
-    for n in lengths[0]:
+    for n in q_sizes:
         q, k, v = (t[start : start + n].transpose(0, 1) for t in tensors[:3])
         by_distance = torch.stack([table[:, 15 - i : 15 - i + n] for i in range(n)], 1)
         scores = q @ k.transpose(1, 2) / 8**0.5 + by_distance
@@ -178,13 +181,13 @@ def test_packed_kernels_are_as_exact_as_the_padded_one(
     if kernel == "varlen":  # as if these sequences were long
         monkeypatch.setattr("stretto.attention.is_short", lambda *args: False)
         monkeypatch.setattr("stretto.attention.LONG", 0)
-    tensors, *lengths = attention_problem(q_lengths, k_lengths, kv_heads, head_size=64)
+    tensors, q_sizes, k_sizes = attention_problem(q_lengths, k_lengths, kv_heads, head_size=64)
     tensors = [t.cuda() for t in tensors]
-    wanted = run_definition(tensors, *lengths, causal)
+    wanted = run_definition(tensors, q_sizes, k_sizes, causal)
     low = [t.bfloat16() for t in tensors]
-    padded = run_attention(low, *lengths, causal, "padded-padded")
+    padded = run_attention(low, q_sizes, k_sizes, causal, "padded-padded")
     assert not calls
-    packed = run_attention(low, *lengths, causal, "packed-packed")
+    packed = run_attention(low, q_sizes, k_sizes, causal, "packed-packed")
     assert calls
     for name, value, slow, fast in zip(("out", "q", "k", "v"), wanted, padded, packed, strict=True):
         bound = 2 * (slow.double() - value).abs().max()
@@ -248,7 +251,7 @@ def test_a_beam_search_can_reorder_the_cache() -> None:
 @pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
 def test_a_second_prompt_is_refused(name: str) -> None:
     """The causal mask of several new tokens after a past is not there: refuse rather than be silently wrong."""
-    model = build_on_cpu(CONFIGS[name])
+    model: Any = build_on_cpu(CONFIGS[name])
     cache = model.start(*[arrange([np.arange(3)] * 2, "padded", 0, 0)[0]] if name == "encoder-decoder" else [])
     model.decode(torch.zeros(2, 3, dtype=torch.int64), cache)
     with pytest.raises((AssertionError, ValueError)):

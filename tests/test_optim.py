@@ -66,7 +66,7 @@ def test_matrices_decay_and_vectors_do_not(fused: FusedConfig | None) -> None:
     for name, parameter in model.named_parameters():
         expected = 0.95 if parameter.ndim == 2 else 1.0
         assert torch.allclose(parameter, torch.tensor(expected)), name
-    assert math.isclose(model.embedding.token.weight[0, 0].item(), 0.95, rel_tol=1e-6)
+    assert math.isclose(model.get_parameter("embedding.token.weight")[0, 0].item(), 0.95, rel_tol=1e-6)
 
 
 SHAPES = [(33, 17), (5, 7, 3), (301,), (1,), (), (0, 4), (2, 2500)]
@@ -272,7 +272,7 @@ def test_dtypes_may_be_mixed() -> None:
 
 def test_gradients_may_be_strided_and_numbers_may_be_assigned() -> None:
     mine, theirs = make_parameters()[:1], make_parameters()[:1]
-    flat, plain = (kind(p, lr=1e-2) for kind, p in ((FlatAdamW, mine), (torch.optim.AdamW, theirs)))  # type: ignore[operator]
+    flat, plain = (kind(p, lr=1e-2) for kind, p in ((FlatAdamW, mine), (torch.optim.AdamW, theirs)))
     for step in range(3):
         gradient = make_gradients(step)[0]
         mine[0].grad, theirs[0].grad = gradient.t().contiguous().t(), gradient.clone()
@@ -320,12 +320,12 @@ def test_gradscaler(unscale: bool) -> None:
     runs = []
     for kind in (FlatAdamW, torch.optim.AdamW):
         parameters = make_parameters()
-        extra = {} if kind is FlatAdamW else {"fused": True}
+        extra: dict[str, Any] = {} if kind is FlatAdamW else {"fused": True}
         optimizer = kind(make_groups(parameters), **OPTIONS, **extra)
         scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**127, growth_interval=2)
         for step in range(8):
             give(parameters, make_gradients(step))
-            loss = sum((p * p.grad).sum() for p in parameters if p.grad is not None)
+            loss: Any = sum((p * p.grad).sum() for p in parameters if p.grad is not None)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             if unscale:

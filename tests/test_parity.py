@@ -18,6 +18,7 @@ from torch import nn
 from stretto.config import build_config
 from stretto.model import Model, build_model
 from tests.hf_weights import translate
+from tests.models import get_grad
 from tests.parity_cases import CASES, COMMON, ROPE_SCALING, build_ours, get_case, measure_error, their_logits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,9 +47,9 @@ def test_gradients_equal_theirs(name: str, form: str) -> None:
     theirs.backward()
     loss.backward()
     torch.testing.assert_close(loss, theirs, rtol=TOLERANCE, atol=0)
-    wanted = translate(case.theirs, ours, lambda parameter: parameter.grad)
+    wanted = translate(case.theirs, ours, get_grad)
     for key, parameter in ours.named_parameters():
-        error, scale = (parameter.grad - wanted[key]).abs().max(), wanted[key].abs().max()
+        error, scale = (get_grad(parameter) - wanted[key]).abs().max(), wanted[key].abs().max()
         assert scale > 1e-3, f"{key} hardly matters here"
         assert error < TOLERANCE * max(1.0, float(scale)), key
 

@@ -27,12 +27,14 @@ class Terminal(io.StringIO):
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Report]:
     monkeypatch.setattr("sys.stdout", Terminal())
     with Report(tmp_path, 100000, 0, active=True) as report:
+        assert report.bar is not None
         report.bar.stop()  # what is drawn below is drawn by a console of a known width
         yield report
 
 
 def draw(report: Report, width: int) -> str:
     console = Console(width=width, file=Terminal(), force_terminal=True, color_system=None, legacy_windows=False)
+    assert report.bar is not None
     with console.capture() as captured:
         console.print(report.bar.get_renderable())
     return captured.get()

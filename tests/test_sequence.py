@@ -115,7 +115,7 @@ def test_pairs_of_a_causal_mask_are_shared_out(name: str) -> None:
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, causal: bool, window: int) -> Tensor:
-    """By one big mask over all tokens: written differently from everything it is compared with."""
+    """Computes attention by one big mask over all tokens, unlike everything it is compared with."""
     number = torch.bucketize(torch.arange(len(q)), layout.offsets, right=True)
     at = torch.arange(len(q))
     ahead = at - at[:, None]
@@ -187,7 +187,7 @@ def test_parts_of_attention_are_the_whole(parts: int, causal: bool, window: int)
 
 
 class Names(TorchDispatchMode):
-    """Of the operators that are called."""
+    """Collects the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from stretto.train import complete, run_step, train
 from stretto.trained import load_trained
 from stretto.weights import initialise, put
 from tests.layer_drops import make_drop
-from tests.models import KINDS, Sample, apply_techniques, collate, make_batch, materialise, recompute_blocks
+from tests.models import KINDS, Sample, apply_techniques, collate, get_inputs, make_batch, materialise, recompute_blocks
 from tests.runs import MakeConfig
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ COARSE = StandardizeConfig(stride=3)
 def build(
     cfg: ModelConfig, how: StandardizeConfig = COARSE, fused: bool = False, dtype: torch.dtype = torch.float64
 ) -> Model:
-    """With affines that do something, and a loss of weight FACTOR per site."""
+    """Builds a model with affines that do something, and a loss of weight FACTOR per site."""
     model = build_model(cfg)
     chosen = TechniquesConfig(fused=FusedConfig() if fused else None, standardize=how)
     apply_techniques(model, chosen, CPU)
@@ -80,9 +81,7 @@ def gradients(model: Model, loss: Tensor) -> dict[str, Tensor]:
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], atol: float = 1e-6) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value, atol=atol, rtol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], value, atol=atol, rtol=atol, msg=partial("{}: {}".format, name))
 
 
 def by_autograd(model: Model, batch: Batch, axis: str, every: bool = True) -> dict[str, Tensor]:
@@ -107,7 +106,7 @@ def by_autograd(model: Model, batch: Batch, axis: str, every: bool = True) -> di
 @pytest.mark.parametrize(
     ("name", "axis"), [*((name, "token") for name in KINDS), ("decoder", "channel"), ("encoder", "layer")]
 )
-def test_gradients_are_those_of_the_loss_as_a_term(name: str, axis: str) -> None:
+def test_gradients_are_those_of_the_loss_as_a_term(name: str, axis: Any) -> None:
     """On every kind of model, plain and with `fused`."""
     cfg, how = KINDS[name], replace(COARSE, axis=axis)
     batch, model = batch_for(cfg), build(cfg, how)
@@ -140,7 +139,7 @@ def test_padding_and_filler_do_not_count(name: str, fused: bool) -> None:
     assert_equal(gradients(model, model(padded)), wanted)
     layout = padded.inputs.layout if padded.inputs is not None else None
     assert layout is not None and layout.lengths is not None
-    blind = replace(padded, inputs=replace(padded.inputs, layout=replace(layout, lengths=None)))
+    blind = replace(padded, inputs=replace(get_inputs(padded), layout=replace(layout, lengths=None)))
     found = gradients(model, model(blind))
     assert max(float((found[key] - wanted[key]).abs().max()) for key in wanted) > 1e-3
 

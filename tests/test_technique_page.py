@@ -16,7 +16,7 @@ from stretto.report import read_events
 from stretto.techniques import open_techniques
 from stretto.techniques.technique import Context
 from stretto.train import train
-from tests.conftest import MakeConfig
+from tests.runs import MakeConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "add-a-technique.md"
 

@@ -19,7 +19,10 @@ import torch
 import stretto.train
 from stretto import checkpoint
 from stretto.config import Config
+from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, NonFiniteError, Preempted
+from stretto.evaluate import evaluate
+from stretto.optim import learning_rate
 from stretto.report import Meter, read_events
 from stretto.train import train
 from tests.runs import MakeConfig
@@ -89,7 +92,6 @@ def no_randomness(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_position(patch: pytest.MonkeyPatch) -> None:
-    prefetch = stretto.train.prefetch
     patch.setattr(stretto.train, "prefetch", lambda make, first, last: prefetch(lambda i: make(i - first), first, last))
 
 
@@ -98,12 +100,12 @@ def no_moments(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_schedule(patch: pytest.MonkeyPatch) -> None:
-    rate, starts = stretto.train.learning_rate, []
+    starts: list[int] = []
 
     def forgetful(cfg: Any, step: int, total: int) -> float:
         if not starts or step < starts[-1]:
             starts[:] = [step]
-        return rate(cfg, step - starts[-1], total)
+        return learning_rate(cfg, step - starts[-1], total)
 
     load_latest = stretto.train.load_latest
     patch.setattr(stretto.train, "learning_rate", forgetful)
@@ -402,8 +404,8 @@ def test_two_runs_cannot_share_a_folder(make_config: MakeConfig) -> None:
 def test_an_evaluation_that_is_not_a_number_is_never_the_best(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, losses: tuple[float, ...], best: int, kept: list[int]
 ) -> None:
-    real, values = stretto.train.evaluate, iter(losses)
-    monkeypatch.setattr(stretto.train, "evaluate", lambda *args: real(*args) | {"eval_loss": next(values)})
+    values = iter(losses)
+    monkeypatch.setattr(stretto.train, "evaluate", lambda *args: evaluate(*args) | {"eval_loss": next(values)})
     folder = train(make_config(train__steps=8, train__eval_every=2, checkpoint__every=2)) / "checkpoints"
     assert checkpoint.steps(folder) == kept
     assert checkpoint.load(folder, 8).state["best_step"] == best

@@ -27,7 +27,7 @@ CORPUS = 20_000  # sentence pairs to sort and cut into batches
 class Text:
     ids: Int64s  # [T], one sequence after another
     lengths: Int64s  # [N]
-    width: int  # what those who pad fill each row up to
+    width: int  # tokens of each row where contestants pad
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def draw_batches(workload: Workload, cfg: ModelConfig, seed: int = 0) -> list[Dr
 
 
 def to_batch(draw: Draw, cfg: ModelConfig) -> Batch:
-    """What Stretto reads: nothing is padded."""
+    """Makes the batch that Stretto reads, without padding."""
     label_at, labels = None, draw.labels
     if cfg.kind == "encoder":
         label_at = np.flatnonzero(labels != IGNORE)
@@ -70,7 +70,7 @@ def to_batch(draw: Draw, cfg: ModelConfig) -> Batch:
 
 
 def count(draw: Draw) -> Counts:
-    """What speed and MFU are counted in; `slots` are those of a peer, which pads."""
+    """Counts what speed and MFU are measured in; `slots` are those of a peer, which pads."""
     num_labels = int((draw.labels != IGNORE).sum())
     if draw.inputs is None:
         return Counts(tokens=num_labels, slots=num_labels, labels=num_labels, pairs=0)

@@ -123,8 +123,8 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
 
 
 def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> dict[str, Any]:
-    """Without techniques the model is compiled; with them it has its own kernels, launched by CUDA graphs, and fp32
-    weights in two halves: exact, and not cast for each product."""
+    """Makes a contestant's recipe. Without techniques the model is compiled; with techniques it has its own kernels,
+    launched by CUDA graphs, and fp32 weights in two halves: exact, and not cast for each product."""
     data = _DATA[PRESETS[workload.model["preset"]]["kind"]]
     recipe = {"model": workload.model, "data": data, "optim": {"lr": LEARNING_RATE}, "train": {"compile": True}}
     recipe["techniques"] = dict(OFF)
@@ -138,7 +138,7 @@ def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> di
 
 
 def find_obstacle(workload: Workload, contestant: str, device: torch.device) -> str:
-    """Why it cannot run here; empty if it can."""
+    """Says why a contestant cannot run here; empty if it can."""
     if workload.own and "hf" not in contestant:
         return f"Stretto has no {workload.own['model_type']} of its own"
     if "hf" in contestant and importlib.util.find_spec("transformers") is None:
@@ -190,7 +190,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of this code, if it is a checkout."""
+    """Returns the commit of this code, if it is a checkout."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

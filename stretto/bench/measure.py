@@ -107,8 +107,8 @@ def warm_up(contestant: Contestant, num_batches: int, device: torch.device) -> f
     """Passes over all batches until two in a row are within 10% of the fastest: everything is then compiled, tuned and
     recorded. Returns the loss of the very first step.
 
-    Peak memory counts from the second pass, since the first may hold what tuning needs, or from the beginning for who
-    records CUDA graphs then.
+    Peak memory counts from the second pass, since the first may hold what tuning needs; but from the beginning for a
+    contestant that records CUDA graphs in the first pass.
     """
     first_loss, seconds = math.nan, list[float]()
     least = contestant.passes

@@ -96,8 +96,8 @@ def build_accelerated(
 def _build(
     config: Config, own: Mapping[str, Any], weights: torch.dtype, device: torch.device
 ) -> tuple[nn.Module, list[nn.Parameter]]:
-    """The model, and what of it is trained: Marian's table of sines is not. `own` is its configuration where it has no
-    counterpart among our models."""
+    """Builds the model, and returns the parameters that are trained, which Marian's table of sines is not. `own` is the
+    configuration of a model that has no counterpart among ours."""
     with device:  # a large one takes a CPU long to draw
         model = build_model(config.model, weights, own)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -128,7 +128,7 @@ def build_model(cfg: ModelConfig, weights: torch.dtype, own: Mapping[str, Any]) 
 
 
 def _describe(cfg: ModelConfig) -> dict[str, Any]:
-    """Its configuration, where it has a counterpart among our models."""
+    """Makes the Hugging Face configuration of a model that has a counterpart among ours."""
     kind = choose_family(asdict(cfg))
     # Special tokens play no part here, but by default they may lie outside of a small vocabulary.
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
@@ -139,7 +139,7 @@ def _describe(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def to_inputs(draw: Draw, cfg: ModelConfig) -> dict[str, Tensor]:
-    """The arguments of its forward call."""
+    """Makes the arguments of the model's forward call."""
     if draw.inputs is None:
         assert draw.pixels is not None
         return {"pixel_values": torch.from_numpy(draw.pixels), "labels": to_tensor(draw.labels)}

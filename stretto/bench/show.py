@@ -46,7 +46,7 @@ def say(console: Console, text: str) -> None:
 
 
 def print_table(console: Console, workload: str, results: Mapping[str, Result]) -> None:
-    """Fits 80 columns. One that has no numbers has its reason below."""
+    """Prints a table that fits 80 columns. A contestant without numbers has its reason below the table."""
     finished = {name: result for name, result in with_ratios(results).items() if "tokens_per_s" in result}
     if finished:
         say(console, f"\n{workload} ({CAPTION})")

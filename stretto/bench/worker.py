@@ -37,7 +37,7 @@ from stretto.runtime import Runtime
 from stretto.techniques import open_techniques
 from stretto.techniques.technique import At
 
-DRAWN = 32  # steps whose blocks stand for those of all
+DRAWN = 32  # number of steps whose blocks represent a whole run
 
 
 def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torc
 
 
 def form(draw: Draw, config: Config) -> Batch:
-    """What training would read."""
+    """Makes the batch that training would read."""
     batch = to_batch(draw, config.model)
     return to_bucket(batch) if config.train.graphs == "on" else batch
 
@@ -117,7 +117,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str:
-    """One line for the table."""
+    """Says in one line for the table why a contestant failed."""
     if isinstance(error, OutOfMemoryError):
         return "out of memory"
     lines = str(error).strip().splitlines()

@@ -70,8 +70,8 @@ class FolderImages(Images):
         self._threads = ThreadPoolExecutor(thread_name_prefix="decode")
 
     def read(self, samples: Sequence[int], image_size: int) -> Tensor:
-        """By many threads, which Pillow lets work at the same time; and without torch, whose operators would each
-        bring threads of their own."""
+        """Many threads read files, which Pillow lets work at the same time; without torch, whose operators would each
+        start threads of their own."""
         pixels = torch.empty(len(samples), 3, image_size, image_size)
         paths = [self._paths[i] for i in samples]
         for _ in self._threads.map(_read_into, pixels.numpy(), paths):
@@ -143,7 +143,7 @@ def _read_into(pixels: npt.NDArray[np.float32], path: Path) -> None:
 
 
 def _as_rgb(path: Path, image: PIL.Image.Image) -> PIL.Image.Image:
-    """Pillow's own conversion would cut 16 bits off at 255, and drop what is transparent."""
+    """Converts to RGB. Pillow's own conversion would cut 16 bits off at 255, and drop what is transparent."""
     from PIL import Image
 
     if image.mode.startswith("I;16"):
@@ -157,7 +157,7 @@ def _as_rgb(path: Path, image: PIL.Image.Image) -> PIL.Image.Image:
 
 
 def _normalise(pixels: Tensor | npt.NDArray[Any]) -> None:
-    """In place, from 0 to 255 to -1 to 1."""
+    """Maps values from 0 to 255 to values from -1 to 1, in place."""
     pixels /= 255
     pixels -= 0.5
     pixels /= 0.5

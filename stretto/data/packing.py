@@ -29,7 +29,7 @@ def count_positions(lengths: Int64s) -> Int64s:
 
 
 def pack(ids: Ints, lengths: Int64s, max_len: int, num_sequences: int = 0) -> Sequences:
-    """No padding. With `num_sequences`, empty sequences are added at the end to make that many."""
+    """Packs sequences without padding. Empty sequences are added at the end up to `num_sequences`."""
     offsets = np.full(max(len(lengths), num_sequences) + 1, len(ids), np.int32)
     offsets[0] = 0
     offsets[1 : len(lengths) + 1] = np.cumsum(lengths)
@@ -37,7 +37,7 @@ def pack(ids: Ints, lengths: Int64s, max_len: int, num_sequences: int = 0) -> Se
 
 
 def pad(ids: Ints, lengths: Int64s, width: int, fill: int) -> Sequences:
-    """One row per sequence, filled up to `width`."""
+    """Makes one row of each sequence, filled up to `width`."""
     rows = len(lengths)
     layout = dense_layout(rows, width, torch.from_numpy(lengths.astype(np.int32)))
     filled = spread(ids, find_slots(lengths, width), rows * width, fill)
@@ -45,7 +45,7 @@ def pad(ids: Ints, lengths: Int64s, width: int, fill: int) -> Sequences:
 
 
 def find_slots(lengths: Int64s, width: int) -> Int64s:
-    """Where in the flat rectangle of `pad` each of the T tokens went."""
+    """Finds the place of each of the T tokens in the flat rectangle that `pad` makes."""
     return np.repeat(np.arange(len(lengths)) * width, lengths) + count_positions(lengths)
 
 

@@ -118,7 +118,7 @@ class SizedPairs:
         return pairs[self._find_order(pairs)]
 
     def _find_order(self, pairs: Int64s) -> Int64s:
-        """By target length, then by source length."""
+        """Orders pairs by target length, then by source length."""
         return np.lexsort((self._source_lengths[pairs], self._target_lengths[pairs]))
 
 
@@ -184,7 +184,7 @@ class PairData(Data):
         return self._batch(self._held_out, self._held_out.members(self._held_out.pairs, index))
 
     def load_test_pairs(self) -> list[tuple[str, str]]:
-        """(source, reference) as text, none dropped: of data.test, else of the evaluation data."""
+        """Reads the pairs (source, reference) of data.test, or else of the evaluation data, as text; drops none."""
         key, prefix = next(
             (f"data.{name}", value)
             for name, value in (("test", self._cfg.test), ("eval", self._cfg.eval), ("train", self._cfg.train))

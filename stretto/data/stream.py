@@ -30,7 +30,7 @@ class Data(ABC):
 
     @abstractmethod
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
-        """Micro-batch number `index` of the endless training stream, or one of so many parts of it."""
+        """Returns micro-batch number `index` of the endless training stream, or one of `parts` shares of it."""
 
     @abstractmethod
     def eval_batch(self, index: int) -> Batch:
@@ -38,7 +38,7 @@ class Data(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """One line: how much there is."""
+        """Says in one line how much data there is."""
 
 
 class Purpose(IntEnum):
@@ -88,7 +88,7 @@ class EpochOrder:
 
 
 def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) -> range:
-    """Where the samples of a micro-batch are in the stream, or those of a part: their numbers differ by one at most."""
+    """Returns the positions of a micro-batch's samples in the stream, or of a share; shares differ by one at most."""
     begin, end = (index * batch_size + batch_size * number // parts for number in (part, part + 1))
     return range(begin, end)
 

@@ -118,7 +118,7 @@ class TextData(Data):
         )
 
     def _batch(self, tokens: Tokens, windows: Sequence[int], purpose: Purpose, position: int) -> Batch:
-        """`position`: of the first window in its stream, by which masks are drawn."""
+        """Makes a batch of windows. Masks are drawn by `position`, the place of the first window in its stream."""
         length = self._cfg.seq_len
         rows = tokens.ids[np.array(windows)[:, None] * length + np.arange(length + 1)].astype(np.int64)
         begins = self._find_begins(tokens, windows)
@@ -143,10 +143,10 @@ class TextData(Data):
         return begins
 
     def _mask(self, ids: Int64s, random: npt.NDArray[np.float64]) -> tuple[Int64s, Int64s, Int64s]:
-        """What the model reads instead of `ids` [windows, L], what it has to predict, and where in the flat `ids` that
-        is. In each window these are the places that draw the lowest numbers.
+        """Returns what the model reads instead of `ids` [windows, L], the tokens it has to predict, and their places in
+        the flat `ids`. In each window these are the places that draw the lowest numbers.
 
-        As BERT does: of them 80% read <mask>, 10% any ordinary token, 10% what is there.
+        As in BERT, 80% of these places read <mask>, 10% any ordinary token, 10% their own token.
         """
         draws = np.where(self._is_special[ids], 1.0, random[:, 0])
         count = max(round(self._cfg.mask_share * ids.shape[1]), 1)

@@ -51,8 +51,8 @@ class Tokens:
         return len(self.starts) - 1
 
     def read(self, starts: Int64s, lengths: Int64s) -> Int64s:
-        """Stretches from anywhere, one after another. All at once: a loop over the sentences of a batch takes thirty
-        times as long, about what a GPU takes to learn from them."""
+        """Reads stretches from anywhere, one after another, all at once: a loop over the sentences of a batch takes
+        thirty times as long, about what a GPU takes to learn from them."""
         ids: Int64s = self.ids[np.repeat(starts, lengths) + count_positions(lengths)].astype(np.int64)
         return ids
 
@@ -136,7 +136,7 @@ def _check(holds: bool, reason: str) -> None:
 
 
 def _checksum(file: IO[bytes]) -> str:
-    """Of everything after the header."""
+    """Returns the checksum of everything after the header."""
     file.seek(_HEADER_END)
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK):

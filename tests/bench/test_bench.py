@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,8 @@ from stretto.bench import contest
 from stretto.bench.show import describe_result, draw_chart, print_table, with_ratios
 from stretto.bench.worker import explain
 from stretto.bench.workloads import WORKLOADS
-from stretto.config import Config, load_config
-from stretto.errors import ConfigError, OutOfMemoryError
+from stretto.config import Config, FusedConfig, load_config
+from stretto.errors import ConfigError, OutOfMemoryError, StrettoError
 
 NAME, T5 = "gpt2_small_32x1024", "t5_base_64x512"
 CONTESTANTS = ["stretto", "stretto hf", "stretto plain", "hf eager", "hf compile", "hf graphs"]
@@ -111,7 +114,7 @@ def test_a_process_that_ends_without_an_answer(tmp_path: Path, monkeypatch: pyte
 
 def test_all_failed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(contest.StrettoError, match="no contestant finished"):
+    with pytest.raises(StrettoError, match="no contestant finished"):
         contest.run_bench([NAME], [], CPU_ONLY, 2, tmp_path)
     saved = json.loads((tmp_path / "bench.json").read_text())
     assert all("failed" in result for result in saved["workloads"][NAME]["contestants"].values())
@@ -143,8 +146,8 @@ def resolve(name: str, overrides: list[str], out: Path) -> Config:
 def test_techniques_are_for_those_who_have_them(name: str, tmp_path: Path) -> None:
     config = resolve(name, ["techniques.fused.recompute=true", "model.layers=3"], tmp_path)
     assert config.model.layers == 3 and config.model.width == 64
-    assert (config.techniques.fused is not None) == (name in ("stretto", "stretto hf"))
-    assert config.techniques.fused is None or config.techniques.fused.recompute is True
+    fused = config.techniques.fused
+    assert isinstance(fused, FusedConfig) and fused.recompute if name in ("stretto", "stretto hf") else fused is None
 
 
 def test_only_stretto_asks_for_graphs_and_only_on_a_gpu(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def find_obstacles(workload: str, device: torch.device = CPU) -> dict[str, str]:
 def test_missing_transformers_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_obstacles(NAME) == {"hf graphs": "CUDA graphs need a GPU"}
     assert find_obstacles(NAME, torch.device("cuda")) == {}
-    monkeypatch.setattr(contest.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = find_obstacles(NAME)
     assert list(missing) == [name for name in CONTESTANTS if "hf" in name]
     assert all("pip install transformers" in obstacle for obstacle in missing.values())
@@ -180,7 +183,7 @@ def test_missing_transformers_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_model_that_stretto_has_not_is_for_hugging_faces_contestants(tmp_path: Path) -> None:
     none = "Stretto has no t5 of its own"
     assert find_obstacles(T5, torch.device("cuda")) == {"stretto": none, "stretto plain": none}
-    with pytest.raises(contest.StrettoError, match="no contestant finished"):
+    with pytest.raises(StrettoError, match="no contestant finished"):
         contest.run_bench([T5], ["plain"], CPU_ONLY, 2, tmp_path)
     results = json.loads((tmp_path / "bench.json").read_text())["workloads"][T5]["contestants"]
     assert results == {"stretto": {"skipped": none}, "stretto plain": {"skipped": none}}
@@ -198,12 +201,12 @@ def test_reasons_are_one_line() -> None:
     assert explain(ValueError("first\nsecond")) == "ValueError: first" and explain(KeyError()) == "KeyError"
 
 
-def numbers(speed: float) -> dict[str, object]:
+def numbers(speed: float) -> dict[str, Any]:
     parts = {"gemm": 40.123, "attention": 8.5, "optimizer": 1.25, "rest": 12.0, "idle": 0.0}
     return {"tokens_per_s": speed, "mfu": 0.4321, "memory_gib": 20.04, "breakdown_ms": parts, "floor_share": 0.871}
 
 
-RESULTS = {
+RESULTS: dict[str, Mapping[str, Any]] = {
     "stretto": numbers(600e3),
     "stretto hf": numbers(500e3),
     "stretto plain": numbers(300e3),

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result as Outcome
 from typer.testing import CliRunner
 
 import stretto.train
@@ -27,11 +26,11 @@ from stretto.flops import training_flops
 from stretto.mesh import Mesh
 from stretto.report import read_events
 from stretto.techniques.layer_drop import keep_probabilities, level_at
-from stretto.train import complete
+from stretto.train import complete, train
 from tests.corpora import write_corpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CURVE = {
+CURVE: dict[str, list[float]] = {
     "step": [1, 2, 3, 4],
     "seconds": [2.0, 4.0, 6.0, 8.0],
     "flops": [1.0, 2.0, 3.0, 4.0],
@@ -67,7 +66,7 @@ def write_recipe(folder: Path, order: str = "pre") -> Path:
     return path
 
 
-def start(recipe: Path, out: Path, *options: str, steps: int = 10) -> Outcome:
+def start(recipe: Path, out: Path, *options: str, steps: int = 10) -> Any:
     arguments = ["run", str(recipe), "--out", str(out), "--budget-steps", str(steps), *options]
     return CliRunner().invoke(app, arguments)
 
@@ -182,7 +181,7 @@ Watch = Callable[[], list[list[tuple[Any, ...]]]]
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """What every run has read, in order."""
     runs: list[list[tuple[Any, ...]]] = []
-    train, run_step = time_to_loss.train, stretto.train.run_step
+    run_step = stretto.train.run_step
 
     def watched_train(config: Config) -> Path:
         runs.append([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ def test_in_order_from_first_to_last(first: int, last: int) -> None:
 
 def test_it_reads_ahead_but_not_too_far() -> None:
     made: list[int] = []
-    stream = prefetch(lambda i: made.append(i), 0, 100)
+    stream: Any = prefetch(lambda i: made.append(i), 0, 100)
     next(stream)
     stream.close()  # waits for what has begun
     assert 1 <= len(made) <= 1 + DEPTH

@@ -163,6 +163,7 @@ def test_masking_statistics(opened: Opener, corpus: Path) -> None:
     for i in range(120):
         batch, original = data.train_batch(i), plain.train_batch(i)
         assert batch.samples == original.samples
+        assert original.inputs is not None and batch.inputs is not None and batch.label_at is not None
         truth, read = original.inputs.ids, batch.inputs.ids
         assert len(batch.label_at) == len(batch.labels) == batch.counts.labels == 4 * 16, "the number never varies"
         assert len(set(batch.label_at.tolist())) == 64

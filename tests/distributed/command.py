@@ -19,5 +19,5 @@ def count_and_destroy() -> None:
 
 
 if __name__ == "__main__":
-    dist.destroy_process_group = count_and_destroy
+    dist.destroy_process_group = count_and_destroy  # type: ignore[assignment]
     main()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -47,20 +48,18 @@ def run_job(tree: dict[str, Any], resume: bool, stop_after: int) -> dict[str, An
             os.kill(os.getpid(), 15)  # one process alone is told: all must agree
         return result
 
-    stretto.train.run_step = watched  # type: ignore[assignment]
     try:
-        train(build_config(tree), resume)
+        with patch("stretto.train.run_step", watched):
+            train(build_config(tree), resume)
         code = 0
     except StrettoError as error:
         code = error.exit_code
-    finally:
-        stretto.train.run_step = run_step
     return {"samples": samples, "code": code, "blocks": blocks, "sent": sent}
 
 
 @contextmanager
 def count_messages() -> Iterator[list[int]]:
-    """The size of each tensor that is summed, gathered or scattered."""
+    """Collects the size of each tensor that is summed, gathered or scattered."""
     sizes: list[int] = []
     # FSDP2 calls the ones or the others, by the version of torch.
     names = ["all_reduce"] + [f"{what}_{how}" for what in ("all_gather", "reduce_scatter") for how in FORMS]
@@ -84,7 +83,7 @@ def count_messages() -> Iterator[list[int]]:
 
 
 def put_off_graphs(until: int) -> None:
-    """As if graphs were possible everywhere, but not worth it: that is found out after step number `until`."""
+    """Makes graphs look possible everywhere, but not worth it, which a run finds out after step number `until`."""
     stretto.build._find_obstacles = lambda *args: []
     graphs.TIMED, graphs.LAUNCH_BOUND = until, 2.0
 

@@ -30,7 +30,7 @@ from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
 from stretto.config import ModelConfig, ParallelConfig
 from stretto.data.packing import pack
 from stretto.mesh import build_mesh
-from stretto.model import Model, build_model
+from stretto.model import Model, build_model, sites
 from stretto.ops.attention import attention
 from stretto.parallel import gather
 from stretto.parallel.sequence import Splitter
@@ -123,12 +123,12 @@ def compare(cfg: ModelConfig, batch: Batch, dtype: torch.dtype = torch.float64, 
     return errors if batch.label_at is not None else errors | {"logits": logits_error(model, batch, part)}
 
 
-def mask_case(mask: str, kv_heads: int, positions: str) -> tuple[ModelConfig, Batch]:
-    kinds = {"full": "encoder", "cross": "encoder-decoder"}
+def mask_case(mask: str, kv_heads: int, positions: Any) -> tuple[ModelConfig, Batch]:
+    kinds: dict[str, Any] = {"full": "encoder", "cross": "encoder-decoder"}
     cfg = ModelConfig(
         kind=kinds.get(mask, "decoder"), layers=1, width=32, heads=4, kv_heads=kv_heads, vocab=VOCAB, max_len=64,
         positions=positions, window=5 if mask == "sliding" else 0,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
     lengths = LENGTHS.get(mask, LENGTHS["documents"])
     return cfg, make_batch(lengths, mask in ("causal", "full"), masked=mask == "full", source=mask == "cross")
 
@@ -229,7 +229,7 @@ def sharded(dims: int) -> dict[str, Any]:
     wanted = {name: sum(grads[name] for grads in firsts) for name in firsts[0]}
     split = splitter(MODEL, sequence=2)
     mesh = MESHES[2] if dims == 2 else MESHES[2]._flatten("all")
-    parts: Any = [*model.decoder.blocks, model]  # type: ignore[attr-defined]
+    parts: Any = [*(model.get_submodule(name) for name in sites(model)["block"]), model]
     for part in parts:
         fully_shard(part, mesh=mesh)
         assert isinstance(part, FSDPModule)
@@ -343,21 +343,24 @@ def dropped_attention() -> dict[str, Any]:
         torch.randn(len(batch.inputs.ids), heads, 8, dtype=torch.float64, generator=random) for heads in (4, 2, 2, 4)
     )
     ends = (layout.offsets, layout.offsets, layout.max_len, layout.max_len)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = attention(*leaves, *ends, causal=True, p=p, key=key)
+    leaves: Any = [t.clone().requires_grad_() for t in (q, k, v)]
+    a, b, c = leaves
+    out = attention(a, b, c, *ends, causal=True, p=p, key=key)
     out.backward(dout)
     found = {}
-    for method, options in {"gather": {"layout": "documents", "heads": 1}, "ring": {"method": "ring"}}.items():
+    ways: dict[str, dict[str, Any]] = {"gather": {"layout": "documents", "heads": 1}, "ring": {"method": "ring"}}
+    for method, options in ways.items():
         part = splitter(cfg, **options)(batch).inputs
         assert part is not None and part.layout.segment is not None
         tokens = part.layout.segment.tokens
         real = tokens < len(q)
         at = tokens.where(real, 0)
-        mine = [t[at].requires_grad_() for t in (q, k, v)]
-        got = part.layout.segment.attend(*mine, True, p, key, None)
+        mine: Any = [t[at].requires_grad_() for t in (q, k, v)]
+        a, b, c = mine
+        got = part.layout.segment.attend(a, b, c, True, p, key, None)
         (got * dout[at] * real[:, None, None]).sum().backward()
         errors = [(got[real] - out[at[real]]).detach()]
-        errors += [a.grad[real] - b.grad[at[real]] for a, b in zip(mine, leaves, strict=True)]  # type: ignore[index]
+        errors += [a.grad[real] - b.grad[at[real]] for a, b in zip(mine, leaves, strict=True)]
         found[method] = max(float(error.abs().max()) for error in errors if error.numel())
     return found
 

@@ -93,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     count_messages()
-    results = {}
+    results: dict[str, Any] = {}
     for preset in ("gpt2-tiny", "llama-tiny"):
         cfg = build_config({"model": {"preset": preset, "vocab": 512, "positions": "rotary"}}).model
         for method, placement, keep in (
@@ -106,7 +106,7 @@ def main() -> None:
             ("megatron", "contiguous", True),
         ):
             if not find_obstacle(cfg, method, dist.get_world_size(), TOKENS):
-                results[f"{preset} {method} {placement} {keep}"] = run(cfg, share.Way(method, placement, keep))
+                results[f"{preset} {method} {placement} {keep}"] = run(cfg, share.Way(method, placement, keep))  # type: ignore[arg-type]
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

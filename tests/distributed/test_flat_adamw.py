@@ -58,7 +58,7 @@ class Net(nn.Module):
 
 
 def versions(model: nn.Module) -> list[int]:
-    """Of the parameters, and of the parts of them that this process has."""
+    """The versions of the parameters, and of the shards that this process has."""
     parameters = list(model.parameters())
     return [p._version for p in (*parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor)))]
 

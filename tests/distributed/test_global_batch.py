@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = trees(folder)
     legs = {name: found[name] for name in ("causal", "translation")}
     for processes, end, came_from in ((2, 2, 0), (1, 4, 2), (4, STEPS, 1)):
-        jobs = {name: {"config": change(tree)} for name, tree in found.items()}
+        jobs: dict[str, dict[str, Any]] = {name: {"config": change(tree)} for name, tree in found.items()}
         sequence = 2 if processes == 4 else 1  # two groups
         jobs["sequence"] = {"config": change(found["causal"], parallel__sequence=sequence)}
         jobs["few"] = {"config": change(found["causal"], data__batch_size=processes - 1 or 1)}
