@@ -28,7 +28,7 @@ from stretto.config import FusedConfig, LayerDropConfig, TechniquesConfig, build
 from stretto.errors import CheckpointError, ConfigError
 from stretto.flops import training_flops
 from stretto.model import Block, Model, build_model, sites
-from stretto.ops.norm import add_ref
+from stretto.ops.residual import add_ref
 from stretto.techniques.layer_drop import (
     LEVELS,
     LayerDrop,
