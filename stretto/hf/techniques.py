@@ -52,9 +52,6 @@ LARGE = 4096.0  # size of the stream on which layers are tried; fp16 holds it
 NEAR = 0.1  # largest change of such a stream by a layer that only adds to it, relative
 
 
-# Layer dropping
-
-
 @dataclass(eq=False)
 class Gate:
     """What a layer does in this update."""
@@ -205,9 +202,6 @@ def _inspect(
     passed = tuple(names.get(id(other)) for other in others)
     needed = any(name is None and other is not None for name, other in zip(passed, others, strict=True))
     gates.append(Gate(argument_names(layer), None if isinstance(out, Tensor) else passed, needed))
-
-
-# Standardization
 
 
 @dataclass(eq=False)
