@@ -58,16 +58,8 @@ class Facts:
     tokens: int  # number of tokens that layers run on: those that the mask keeps, or a few more
     longest: int  # upper bound for the tokens of a row
     whole: bool  # whether the mask keeps everything
-    empty: bool  # whether it keeps nothing of some row
-    headless: bool  # whether another row lacks its first token
-    tailless: bool  # whether another row lacks its last token
-    holes: bool  # whether some row is kept in several pieces
+    sides: frozenset[str]  # places of padding, in the words of find.SIDES
     ids: str  # ids at padding: "own" is the configuration's, "other" another one, "none" unknown
-
-    def sides(self) -> list[str]:
-        """Where padding is, in the words of find.SIDES."""
-        found = {"right": self.tailless, "left": self.headless, "holes": self.holes, "empty": self.empty}
-        return [side for side, there in found.items() if there]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +88,7 @@ class Tried:
     def covers(self, facts: Facts, given: Collection[str]) -> bool:
         """Whether a batch with such a mask, and arguments of these names, is of a kind that was tried."""
         forms = [facts.ids] + (["positions"] if "position_ids" in given else [])
-        return all((side, form) in self.kinds for side in facts.sides() for form in forms)
+        return all((side, form) in self.kinds for side in facts.sides for form in forms)
 
 
 UNTRIED = Tried()

@@ -79,9 +79,6 @@ LENGTHS = (6, 2, 4, 5, 2)  # tokens that rows keep; their sum is a prime: no chu
 Batch = dict[str, Any]
 
 
-# Signatures
-
-
 @cache
 def own_forward(kind: Any) -> Any:
     """The `forward` of a class, or of the class that one of ours was mixed into."""
@@ -145,9 +142,6 @@ def find_owners(model: nn.Module, name: str) -> Iterator[tuple[str, PreTrainedMo
 def pad_id(model: PreTrainedModel) -> int | None:
     found = getattr(model.config.get_text_config(), "pad_token_id", None)
     return found if isinstance(found, int) else None
-
-
-# Roles of modules
 
 
 @dataclass(frozen=True)
@@ -349,9 +343,6 @@ def quietly(module: nn.Module, training: bool = False) -> Iterator[None]:
             drop.p = p
 
 
-# Stacks of layers
-
-
 @dataclass(frozen=True, eq=False)
 class Stack:
     """A list of layers, and the model that calls them one after the other and knows the attention mask."""
@@ -419,9 +410,6 @@ def _windows(thing: Any) -> list[int]:
 
 def _depth(owner: PreTrainedModel) -> Any:
     return getattr(owner.config, "num_hidden_layers", None)
-
-
-# Batches
 
 
 def draw_stack_batches(owner: PreTrainedModel, crosses: bool) -> Iterator[Batch]:

@@ -52,9 +52,6 @@ log = logging.getLogger(__name__)
 LENGTHS = 8  # number of buckets of lengths between two powers of two
 
 
-# Batches
-
-
 def bucket_length(length: int) -> int:
     return round_to_bucket(length, LENGTHS)
 
@@ -168,9 +165,6 @@ def _pad(values: Sequence[Tensor], width: int, fill: int) -> Tensor:
     return padded
 
 
-# Updates
-
-
 @dataclass(frozen=True)
 class Planned:
     """A batch, and what the host knows of it."""
@@ -253,7 +247,7 @@ def plan(batch: Mapping[str, Any], model: PreTrainedModel, tried: Tried) -> Plan
     if any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
         return None
     known = get_to_know(batch, argument_names(model), pad_id(model))
-    if known.labels_on_padding or any(facts.empty or facts.holes for _, facts in known.masks):
+    if known.labels_on_padding or any(facts.sides & {"empty", "holes"} for _, facts in known.masks):
         return None
     padded = any(not facts.whole for _, facts in known.masks)
     if padded and not (

@@ -158,8 +158,7 @@ class Fused(nn.Module):
 
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor:
         if named or len(inputs) != self.takes or not self.is_intact():
-            plain: Tensor = super().forward(*inputs, **named)
-            return plain
+            return super().forward(*inputs, **named)
         return self.run_fused(*inputs)
 
     def run_fused(self, *inputs: Tensor) -> Tensor:
@@ -190,8 +189,7 @@ class FusedNorm(Fused):
     def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
         weight: Tensor = self.child("weight")
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
-            plain: Tensor = super(Fused, self).forward(compute(x))  # some round to their weight's precision
-            return plain
+            return super(Fused, self).forward(compute(x))  # some round to their weight's precision
         if isinstance(x, Pending):
             same = norm_dtype(x.dtype, weight) == x.dtype
             y = x.normalise(partial(add_normalised, self)) if same else None
@@ -280,8 +278,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if current_layer() is None:
-            plain: Tensor = super().forward(x)
-            return plain
+            return super().forward(x)
         x = compute(x)
         y = linear(x.flatten(0, -2), weight_of(self))
         return Pending(self, y.view(*x.shape[:-1], y.shape[-1]), self.bias)
@@ -292,8 +289,7 @@ class FusedActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if current_layer() is None:
-            plain: Tensor = super().forward(x)
-            return plain
+            return super().forward(x)
         if isinstance(x, Pending) and x.waits_for_activation() and self.parts.activation != "relu":
             assert x.product is not None
             made = Pending(self, x.product, x.bias, self.parts.activation)
@@ -516,9 +512,8 @@ class RuledNorm(nn.Module):
 # What several of them compute
 
 
-def normalise(x: Tensor, module: nn.Module) -> Tensor:
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    x = x.to(norm_dtype(x.dtype, weight))
+def normalise(x: Tensor, module: Any) -> Tensor:
+    x = x.to(norm_dtype(x.dtype, module.weight))
     return module.add(None, x, None, 0.0, None)[0] if isinstance(module, RuledNorm) else norm(x, *_read_norm(module))
 
 
@@ -544,7 +539,6 @@ def _read_norm(module: Any) -> tuple[Tensor, Tensor | None, float, bool]:
     return module.weight, getattr(module, "bias", None), eps, not isinstance(module, nn.LayerNorm)
 
 
-def weight_of(dense: nn.Module) -> Tensor:
+def weight_of(dense: Any) -> Tensor:
     """[O, C]. GPT-2's Conv1D keeps it as [C, O]."""
-    weight: Tensor = dense.weight  # type: ignore[assignment]
-    return weight if isinstance(dense, nn.Linear) else weight.t()
+    return dense.weight if isinstance(dense, nn.Linear) else dense.weight.t()

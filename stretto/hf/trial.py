@@ -37,9 +37,6 @@ NOISE = 0.25  # share of a parameter's size
 LEAST_NOISE = 0.02  # lower bound of the noise: a scale of nearly zero would hide what it scales
 
 
-# Changes
-
-
 class Missing:
     """Stands for the value of an attribute that was not there."""
 
@@ -106,9 +103,6 @@ def describe(error: Exception) -> str:
     """An error in one line of a report."""
     text = " ".join(str(error).split())
     return f"{text[:120] + ' ...' if len(text) > 120 else text}" or type(error).__name__
-
-
-# The stage
 
 
 @dataclass(frozen=True)
@@ -286,9 +280,6 @@ def in_precision_of(model: nn.Module, inputs: Batch) -> Batch:
     return inputs | real
 
 
-# Runs and their results
-
-
 def run(
     function: Callable[..., Any],
     inputs: Mapping[str, Any] | Sequence[Any],
@@ -402,9 +393,6 @@ def _is_near(found: Tensor, expected: Tensor, relative: float, absolute: float) 
     return bool(difference <= relative * size + absolute + 1e-30)
 
 
-# Modules by themselves
-
-
 def kind_of(site: Site) -> Any:
     """Modules of one kind compute the same function of their parameters: one of them is tried."""
     plain = tuple((name, value) for name, value in vars(site.module).items() if isinstance(value, str | int | float))
@@ -457,9 +445,6 @@ def _disguised_copy(module: nn.Module, exact: bool) -> nn.Module:
     return made.float() if exact and any(is_half(p) for p in made.parameters()) else made
 
 
-# Indices out of range
-
-
 def checked_indices(model: nn.Module) -> AbstractContextManager[object]:
     """An index out of range is an error that can be caught. On a GPU it is none by itself: it ends all use of the GPU
     in the process, and a trial gives a model batches that it may not be made for."""
@@ -471,10 +456,33 @@ class IndexCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises before an operation that would fail on the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        check = _CHECKS.get(func.overloadpacket)
-        if check is not None:
-            check(*args)
+        if func.namespace == "aten":
+            _check_operation(func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
+
+
+_ALONG = {  # operations on (values, dim, index)
+    *("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+    *("index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"),
+}
+
+
+def _check_operation(name: str, args: tuple[Any, ...]) -> None:
+    match name, args:
+        case "embedding", (table, index, *_):
+            _check_range(index, 0, len(table))
+        case (("index" | "index_put" | "index_put_"), (values, indices, *_)):
+            _check_indices(values, indices)
+        case (("nll_loss_forward" | "nll_loss2d_forward"), (scores, target, _, _, ignore, *_)):
+            _check_range(target[target != ignore], 0, scores.shape[1 if scores.ndim > 1 else 0])
+        case "binary_cross_entropy", (values, *_):
+            if not values.is_meta and not bool(((values >= 0) & (values <= 1)).all()):
+                raise ValueError("a probability is not between 0 and 1")
+        case "_assert_async", (condition, *message):
+            if not condition.is_meta and not bool(condition):
+                raise ValueError(f"{(*message, 'an assertion failed')[0]}")
+        case _, (values, dim, index, *_) if name in _ALONG:
+            _check_range(index, 0, values.shape[dim] if values.ndim else 1)
 
 
 def _check_range(index: Tensor, low: int, high: int) -> None:
@@ -484,43 +492,10 @@ def _check_range(index: Tensor, low: int, high: int) -> None:
             raise IndexError(f"index {first if first < low else last} is out of range for size {high}")
 
 
-def _check_along(values: Tensor, dim: int, index: Tensor, *others: Any) -> None:
-    _check_range(index, 0, values.shape[dim] if values.ndim else 1)
-
-
-def _check_indices(values: Tensor, indices: Sequence[Tensor | None], *others: Any) -> None:
+def _check_indices(values: Tensor, indices: Sequence[Tensor | None]) -> None:
     dim = 0
     for index in indices:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
         if index is not None and not is_mask:
             _check_range(index, -values.shape[dim], values.shape[dim])
         dim += index.ndim if index is not None and is_mask else 1
-
-
-def _check_classes(scores: Tensor, target: Tensor, weight: Any, reduction: int, ignore: int, *others: Any) -> None:
-    _check_range(target[target != ignore], 0, scores.shape[1 if scores.ndim > 1 else 0])
-
-
-def _check_probabilities(values: Tensor, *others: Any) -> None:
-    if not values.is_meta and not bool(((values >= 0) & (values <= 1)).all()):
-        raise ValueError("a probability is not between 0 and 1")
-
-
-def _check_true(condition: Tensor, *message: Any) -> None:
-    if not condition.is_meta and not bool(condition):
-        raise ValueError(f"{(*message, 'an assertion failed')[0]}")
-
-
-_aten = torch.ops.aten
-_along = (
-    *("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
-    *("index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"),
-)
-_CHECKS: dict[Any, Callable[..., None]] = {
-    **{getattr(_aten, name): _check_along for name in _along},
-    **{getattr(_aten, name): _check_indices for name in ("index", "index_put", "index_put_")},
-    _aten.embedding: lambda table, index, *others: _check_along(table, 0, index),
-    **{getattr(_aten, name): _check_classes for name in ("nll_loss_forward", "nll_loss2d_forward")},
-    _aten.binary_cross_entropy: _check_probabilities,
-    _aten._assert_async: _check_true,
-}  # operations that assert on the device

@@ -300,9 +300,10 @@ def _judge(mask: Tensor, read: Iterator[int]) -> Facts:
             f"attention_mask has values up to {largest}: a mask is 0 or 1; the ends of packed documents are given by "
             "position_ids that start anew with each of them"
         )
+    there = {"right": tailless, "left": headless, "holes": most_pieces > 1, "empty": shortest == 0}
+    sides = frozenset(side for side, found in there.items() if found)
     ids = "none" if others < 0 else "other" if others else "own"
-    whole, holes = tokens == mask.numel(), most_pieces > 1
-    return Facts(tokens, longest, whole, shortest == 0, headless > 0, tailless > 0, holes, ids)
+    return Facts(tokens, longest, tokens == mask.numel(), sides, ids)
 
 
 def _decide(call: Call, stack: Stack, given: dict[str, Any], unpad: bool, packed: bool) -> None:
@@ -366,17 +367,17 @@ def _unpad(call: Call, stack: Stack, tokens: Tensor, given: dict[str, Any]) -> N
     ids = given.get("input_ids")
     ids, pad = call.request.ids if ids is None else ids, pad_id(stack.owner)
     own = _read_mask(call.known, given.get("attention_mask"), shape, tokens.device, ids, pad)
-    if own is None or (own.facts.holes and stack.relative) or stack.exceeds_window(own.layout.max_len):
+    if own is None or ("holes" in own.facts.sides and stack.relative) or stack.exceeds_window(own.layout.max_len):
         return
     if not call.request.trial and not call.request.tried.covers(own.facts, call.request.given):
         return  # what the model around does with its layers' result may depend on padding
-    if stack.owner.config.is_encoder_decoder and own.facts.empty:
+    if stack.owner.config.is_encoder_decoder and "empty" in own.facts.sides:
         return  # a decoder that attends to a row of padding alone sees the padding
     other = None
     if stack.crosses and memory is not None:
         mask = given.get("encoder_attention_mask")
         other = _read_mask(call.known, mask, (memory.shape[0], memory.shape[1]), tokens.device, None, None)
-        if other is None or other.facts.empty:
+        if other is None or "empty" in other.facts.sides:
             return
     all_kept = own.index is None and (other is None or other.index is None)
     if all_kept and not stack.relative and not call.request.planned:
@@ -401,7 +402,7 @@ def _read_mask(
 ) -> _Kept | None:
     """What a mask keeps; None where that is nothing, or it is not a mask of these rows."""
     rows, length = shape
-    facts = Facts(rows * length, length, True, empty=False, headless=False, tailless=False, holes=False, ids="none")
+    facts = Facts(rows * length, length, whole=True, sides=frozenset(), ids="none")
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != shape:
             return None
@@ -478,9 +479,6 @@ def _pack_once(call: Call, packing: Packing, value: Any) -> Any:
     return call.packed[-1][1]
 
 
-# Attention
-
-
 def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, build_mask)
@@ -542,8 +540,7 @@ def build_mask(*args: Any, **kwargs: Any) -> Tensor | None:
         anyone_may_see = kwargs.get("allow_is_bidirectional_skip") and kwargs.get("local_size") is None
         if anyone_may_see and kwargs.get("attention_mask") is None:
             return None
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
+    return sdpa_mask(*args, **kwargs)
 
 
 class DistanceBias(nn.Module):
@@ -563,9 +560,6 @@ class DistanceBias(nn.Module):
         compute: Any = self.compute_bias
         ahead, behind = (compute(*shape, device=like.device) for shape in ((1, reach), (reach, 1)))
         return torch.cat([behind[0, :, 1:, 0].flip(1), ahead[0, :, 0]], 1)
-
-
-# Trials
 
 
 @dataclass(frozen=True)
@@ -610,11 +604,12 @@ class PaddingTrial:
                 if labels is not None and sort != labels:
                     continue
                 same = compare_padded(self.stage, self.called, inputs, sort)
-                if same is not None:
-                    # What a model does may depend on whether there are labels, and whether it is trained.
+                if same:  # what a model does may depend on whether there are labels, and whether it is trained
                     unlabelled = compare_padded(self.stage, self.called, batch, "")
                     trained = compare_padded(self.stage, self.called, inputs, sort, training=True)
-                    return (sort, set(inputs)) if same and False not in (unlabelled, trained) else None
+                    same = False not in (unlabelled, trained)
+                if same is not None:
+                    return (sort, set(inputs)) if same else None
         except Exception as error:
             log.debug("%s cannot be tried with padding: %s", type(self.model).__name__, error)
         return None
