@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from stretto.data import Data, PairData, open_data
 from stretto.generate import translate
@@ -47,18 +46,18 @@ def evaluate(
         weight = float(mine < num_batches)
         with autocast(precision, rt.device):
             if kind == "vit":
-                logits = model.logits(batch).float()
+                loss, logits = model(batch, with_logits=True)
                 correct += weight * (logits.argmax(-1) == batch.labels).sum()
-                loss_sum += weight * F.cross_entropy(logits, batch.labels, reduction="sum")
+                loss_sum += weight * loss
             else:
                 loss_sum += weight * model(batch)
         num_labels += batch.counts.labels * int(weight)
     model.train(was_training)
     (num_labels,) = rt.sum_over_ranks([num_labels])
     totals = rt.sum_tensor(torch.stack([loss_sum, correct])) / max(num_labels, 1)
-    loss, accuracy = totals.tolist()
-    second = {"accuracy": accuracy} if kind == "vit" else {"perplexity": math.exp(min(loss, 80.0))}
-    return {"eval_loss": loss, **second, **_average(techniques.metrics(), rt)}
+    mean, accuracy = totals.tolist()
+    second = {"accuracy": accuracy} if kind == "vit" else {"perplexity": math.exp(min(mean, 80.0))}
+    return {"eval_loss": mean, **second, **_average(techniques.metrics(), rt)}
 
 
 def _average(values: dict[str, float], rt: Runtime) -> dict[str, float]:

@@ -347,11 +347,14 @@ class Model(nn.Module):
         x = self.features(batch)
         return self.head(x, self._table()) if isinstance(self.head, LMHead) else self.head(x)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, with_logits: bool = False) -> Any:
+        """The summed loss; with what it is computed from, if that is wanted."""
         smoothing = self.cfg.label_smoothing if self.training else 0.0
-        if isinstance(self.head, LMHead):
+        if isinstance(self.head, LMHead) and not with_logits:
             return self.head.loss(self.features(batch), self._table(), batch.labels, smoothing)
-        return summed_loss(self.logits(batch), batch.labels, smoothing)
+        logits = self.logits(batch)
+        loss = summed_loss(logits, batch.labels, smoothing)
+        return (loss, logits) if with_logits else loss
 
     def _table(self) -> Tensor:
         """The token embedding, which a language-model head may be tied to."""

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -334,6 +335,22 @@ def test_an_evaluation_line_has_the_value_of_the_loss(make_config: MakeConfig, f
         model = load_trained(folder, CPU, step).model
         wanted = [measure_by_hand(model, data.eval_batch(i), 3) for i in range(config.train.eval_batches)]
         assert len(set(wanted)) == 2 and found == pytest.approx(sum(wanted) / 2, rel=1e-5)
+
+
+def test_images_have_such_a_value_too(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (24, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", images=images, labels=np.arange(24) % 2)
+    config = build_config(
+        {
+            "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+            "data": {"task": "images", "train": str(tmp_path / "images.npz"), "batch_size": 4, "held_out": 0.5},
+            "model": {"preset": "vit-tiny", "image_size": 16, "layers": 1, "width": 16},
+            "train": {"steps": 1},
+            "techniques": {"standardize": True},
+        }
+    )
+    (line,) = [event for event in read_events(train(config)) if "eval_loss" in event]
+    assert line["standardization_loss"] > 0.0 and 0.0 <= line["accuracy"] <= 1.0
 
 
 def test_there_is_no_such_value_without_it(make_config: MakeConfig) -> None:
