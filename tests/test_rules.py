@@ -109,3 +109,12 @@ def test_the_walk_names_every_module() -> None:
     modules = [path for path in SOURCES if path.stem not in ("__init__", "__main__")]
     names = [str(path.relative_to(ROOT / "stretto")) for path in modules]
     assert [name for name in names if name not in walk] == []
+
+
+def test_the_first_hour_is_short() -> None:
+    """The files that docs/walk.md names for a first reading: a budget, so that they stay readable."""
+    walk = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
+    hour = walk[walk.index("**The first hour**") : walk.index("## All files")]
+    paths = re.findall(r"\]\(\.\./(stretto/[^)]+\.py)\)", hour)
+    lines = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in paths)
+    assert len(paths) > 15 and lines <= 3800
