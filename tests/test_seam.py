@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import stretto.build
+import stretto.hf
 from stretto import checkpoint, graphs, techniques
 from stretto.batch import IGNORE, Batch, shape_of
 from stretto.bench import worker
@@ -24,6 +26,7 @@ from stretto.cli import app
 from stretto.config import Config, OptimConfig, build_config, dump_config
 from stretto.errors import CheckpointError, ConfigError
 from stretto.evaluate import measure
+from stretto.hf.acceleration import techniques_of
 from stretto.mesh import Mesh
 from stretto.model import Block, Model, build_model, sites
 from stretto.optim import FlatAdamW
@@ -31,7 +34,7 @@ from stretto.parallel.sequence import SequenceParallel
 from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.techniques import load_all
-from stretto.techniques.technique import At, Context, Estimate, Sites, Technique
+from stretto.techniques.technique import At, Context, Estimate, Foreign, Sites, Switch, Technique
 from stretto.train import train
 from stretto.trained import load_trained
 from tests.runs import MakeConfig, explain_graphs, losses
@@ -135,7 +138,6 @@ class Options:
     obstacle: bool = False
 
 
-OF_MODELS_OF_OTHERS = {"attach", "pattern", "read_options"}  # hooks that a run of Stretto's own does not call
 CHOSEN: list[Options] = []  # those of the technique; empty: it is off
 CALLS: list[tuple[str, Any]] = []  # hook -> what it was given
 
@@ -164,11 +166,16 @@ class Probe(Technique):
     def __init__(self, cfg: Options, context: Context) -> None:
         super().__init__(cfg, context)
         self.updates = 0
+        self.switches: Mapping[str, Sequence[Switch]] = {}  # layers of a model of others
 
     @classmethod
     def find_options(cls, config: Config, device: torch.device) -> Options | None:
         assert isinstance(config, Config) and isinstance(device, torch.device)
         return CHOSEN[0] if CHOSEN else None
+
+    @classmethod
+    def read_options(cls, value: Any) -> Options:
+        return Options(**value)
 
     @property
     def key(self) -> str:
@@ -199,6 +206,13 @@ class Probe(Technique):
             norm.__class__, norm.factor = Gain, self.cfg.factor  # type: ignore[assignment]
         model.register_forward_pre_hook(note_forward)
 
+    def attach(self, model: Foreign) -> None:
+        """The last layer adds more to the stream, by the factor."""
+        self.switches = model.switch_layers(self.name, lambda switches: None)
+
+    def pattern(self) -> dict[str, Any]:
+        return {stack: {i: s.factor for i, s in enumerate(of)} for stack, of in self.switches.items()}
+
     def start_value(self, name: str, value: Tensor) -> Tensor:
         CALLS.append(("start_value", (name, value.shape)))
         return value / 2 if name == "embedding.token.weight" else value
@@ -217,8 +231,11 @@ class Probe(Technique):
         return (7, len(others))
 
     def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
-        assert isinstance(scaler, torch.amp.GradScaler)
+        assert isinstance(scaler, torch.amp.GradScaler) or self.context.model is None
         CALLS.append(("begin", (step, share)))
+        for switches in self.switches.values():
+            for number, switch in enumerate(switches, 1):
+                switch.factor = self.cfg.factor if number == len(switches) else 1.0
 
     def end(self, step: int) -> None:
         CALLS.append(("end", step))
@@ -287,7 +304,7 @@ def test_a_technique_in_a_test_uses_every_hook(
     probe: None, make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = {name for name, value in vars(Technique).items() if isinstance(value, bool)}
-    hooks = {name for name in vars(Technique) if not name.startswith("_")} - facts - OF_MODELS_OF_OTHERS
+    hooks = {name for name in vars(Technique) if not name.startswith("_")} - facts
     assert hooks <= vars(Probe).keys() and len(hooks) > 18
 
     folder = run(make_config, tmp_path / "run")
@@ -476,3 +493,39 @@ def test_its_fold_is_exported(probe: None, make_config: MakeConfig, tmp_path: Pa
     assert not any(isinstance(module, Gain) for module in folded.modules())
     assert measure(tmp_path / "folded", beam=1)["eval_loss"] == pytest.approx(scores["eval_loss"], abs=1e-5)
     assert measure(folder, beam=1)["eval_loss"] != pytest.approx(scores["eval_loss"], abs=1e-2), "as a plain model"
+
+
+def test_a_hugging_face_model_has_it(probe: None) -> None:
+    """Through `accelerate`, by its name; what it decides is what layers do and what recordings are told apart by."""
+    hf: Any = pytest.importorskip("transformers")
+    config = hf.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=16, use_cache=False)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    torch.manual_seed(0)
+    plain = hf.GPT2LMHeadModel(config).train()
+    model, ids = stretto.accelerate(copy.deepcopy(plain), probe={"factor": 3.0}), torch.arange(12).view(2, 6)
+    assert calls("check") == [["fused"]]
+    with pytest.raises(ValueError, match=r"probe depends on the step: call stretto\.hf\.set_step"):
+        model(ids)
+    stretto.hf.set_step(model, 4, share=0.5, steps=9)
+    (technique,) = [each for each in techniques_of(model) if each.name == "probe"]
+    assert calls("begin") == [(4, 0.5)] and technique.context.steps == 9
+    assert techniques_of(model).pattern() == {"probe": {"transformer": {0: 1.0, 1: 3.0}}}
+    last = plain.transformer.h[1]
+    last.register_forward_hook(enlarge)
+    assert torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-5)
+    assert not any(p.grad is None for p in learn_once(model, ids).parameters())
+    with pytest.raises(ValueError, match="probe: it is wrong"):
+        stretto.accelerate(copy.deepcopy(plain), probe={"wrong": True})
+    with pytest.raises(TypeError, match=r"there is no technique 'prob'; there are: .*probe"):
+        stretto.accelerate(copy.deepcopy(plain), prob=True)
+
+
+def enlarge(layer: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+    """Some versions of transformers return a tuple."""
+    stream = args[0] + 3 * ((out if isinstance(out, Tensor) else out[0]) - args[0])
+    return stream if isinstance(out, Tensor) else (stream, *out[1:])
+
+
+def learn_once(model: nn.Module, ids: Tensor) -> nn.Module:
+    model(ids, labels=ids).loss.backward()
+    return model
