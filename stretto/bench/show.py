@@ -1,4 +1,4 @@
-"""What came out: a table per workload, ratios to the best peer of the same run, and a chart."""
+"""The results: a table per workload, ratios to the best peer of the same run, and a chart."""
 
 from __future__ import annotations
 

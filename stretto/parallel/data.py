@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stretto.config import ParallelConfig
 from stretto.mesh import Mesh
@@ -70,5 +70,4 @@ def shard(
     for name in blocks:
         fully_shard(model.get_submodule(name), mesh=grid, mp_policy=policy)
     fully_shard(model, mesh=grid, mp_policy=policy)
-    register_fsdp_forward_method(model, "logits")  # evaluation calls it directly
     return True
