@@ -15,6 +15,7 @@ from stretto.config import Config, build_config
 from tests.corpora import write_corpus
 from tests.runs import MakeConfig, change
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # `make test` has a worker for each core
 
 

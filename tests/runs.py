@@ -20,12 +20,13 @@ from stretto.techniques import open_techniques
 from tests.corpora import write_corpus
 
 MakeConfig = Callable[..., Config]
+PATIENCE_S = 600  # for another process: on a machine that others use too, it can be many times slower than alone
 
 
 def base(folder: Path) -> dict[str, Any]:
     """A tiny causal run whose corpus lies in the folder."""
     return {
-        "run": {"dir": "", "device": "cpu", "timeout_s": 60},
+        "run": {"dir": "", "device": "cpu", "timeout_s": PATIENCE_S},
         "data": {"train": str(write_corpus(folder / "text")), "seq_len": 16, "batch_size": 4, "suffix": ".txt"},
         "model": {"layers": 2, "width": 32, "heads": 4, "max_len": 32, "dropout": 0.1},
         "optim": {"lr": 1e-2, "warmup": 5},

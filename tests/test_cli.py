@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from stretto import cli
 from stretto.report import read_events
 from tests.corpora import write_corpus, write_pairs
+from tests.runs import PATIENCE_S
 
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "matplotlib", "tensorboard", "datasets")
 
@@ -25,7 +25,7 @@ def test_help_and_recipes_import_nothing_heavy() -> None:
         "    assert CliRunner().invoke(cli.app, arguments).exit_code == 0\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
@@ -75,12 +75,11 @@ def start(recipe: str, folder: Path, *overrides: str, resume: bool = False) -> s
     command = [sys.executable, "-m", "stretto", "train", recipe, "--set", f"run.dir={folder}", *sets]
     return subprocess.Popen(
         command + ["--resume"] * resume, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+            )  # fmt: skip
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and process.poll() is None:
         if (folder / "events.jsonl").exists() and any(e.get("step", 0) >= step for e in read_events(folder)):
             return
@@ -97,13 +96,13 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     first = start("demo", run, *small)
     wait_for_step(run, 10, first)
     first.send_signal(signal.SIGINT)
-    output, _ = first.communicate(timeout=60)
+    output, _ = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 75 and "--resume" in output and "Traceback" not in output
     stopped = max(event.get("step", 0) for event in read_events(run))
     second = start("demo", run, *small, resume=True)
-    output, _ = second.communicate(timeout=120)
+    output, _ = second.communicate(timeout=PATIENCE_S)
     assert second.returncode == 0, output
-    output, _ = undisturbed.communicate(timeout=120)
+    output, _ = undisturbed.communicate(timeout=PATIENCE_S)
     assert undisturbed.returncode == 0, output
     losses = [
         {event["step"]: event["loss"] for event in read_events(folder) if "loss" in event}

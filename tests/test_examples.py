@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.runs import PATIENCE_S
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Run = Callable[..., list[float]]
 
@@ -37,7 +39,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one
 
 def test_bert_on_the_command_line() -> None:
     command = [sys.executable, "examples/finetune_bert.py"]
-    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr[-4000:]
     first, *_, last, accuracy = (numbers(line)[0] for line in done.stdout.splitlines())
     assert last < first / 4 and accuracy > 0.95

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from stretto.bench.worker import explain
 from stretto.bench.workloads import WORKLOADS
 from stretto.config import Config, FusedConfig, load_config
 from stretto.errors import ConfigError, OutOfMemoryError, StrettoError
+from tests.runs import PATIENCE_S
 
 NAME, T5 = "gpt2_small_32x1024", "t5_base_64x512"
 CONTESTANTS = ["stretto", "stretto hf", "stretto plain", "hf eager", "hf compile", "hf graphs"]
@@ -33,9 +33,7 @@ CPU_ONLY = ["run.device=cpu", "train.compile=false"]
 def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
     sets = [part for override in CPU_ONLY for part in ("--set", override)]
     command = [sys.executable, "-m", "stretto", "bench", NAME, "--steps", "2", "--out", str(out), *sets, *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_names_are_listed_without_importing_anything_heavy() -> None:
@@ -45,7 +43,7 @@ def test_names_are_listed_without_importing_anything_heavy() -> None:
         "print(results[0].output, [r.exit_code for r in results], results[2].exception)\n"
         "print([name for name in ('torch', 'numpy', 'transformers', 'matplotlib') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     *listed, outcome, heavy = done.stdout.strip().splitlines()
     assert [line.split()[0] for line in listed if line] == list(WORKLOADS), done.stdout + done.stderr
     assert "[0, 0, 1] there is no workload 'no-such-name'" in outcome and heavy == "[]"
@@ -54,7 +52,7 @@ def test_names_are_listed_without_importing_anything_heavy() -> None:
 @pytest.mark.slow
 def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     process = start(tmp_path, "--against", "hf,plain,eager,graphs")
-    output, _ = process.communicate(timeout=180)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     assert contest.TINY in output and "ratio" in output and "graphs need a GPU" in output
     saved = json.loads((tmp_path / "bench.json").read_text())
@@ -87,7 +85,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
         if line.startswith(f"{NAME}: stretto:"):
             break
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0 and "Traceback" not in output, "".join(lines) + output
     saved = json.loads((tmp_path / "bench.json").read_text())
     assert list(saved["workloads"][NAME]["contestants"]) == ["stretto"]

@@ -24,6 +24,7 @@ from stretto import graphs
 from stretto.config import build_config
 from stretto.errors import StrettoError
 from stretto.train import train
+from tests.runs import PATIENCE_S
 
 FORMS = ("into_tensor", "tensor", "single")
 
@@ -92,7 +93,7 @@ def main() -> None:
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     rank = os.environ.get("RANK", "0")
     if "RANK" in os.environ:  # one group for all jobs: torchrun's store serves only one
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     os.environ["LOCAL_RANK"] = "0"  # all on one GPU, where there is one
     known = stretto.build._find_obstacles, graphs.TIMED, graphs.LAUNCH_BOUND
     for name, job in jobs.items():

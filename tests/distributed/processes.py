@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.runs import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ def launch(jobs: dict[str, Any], folder: Path, processes: int) -> None:
     command = [sys.executable, *(torchrun if processes > 1 else []), "-m", "tests.distributed.jobs"]
     done = subprocess.run(
         [*command, str(folder / "jobs.json"), str(folder)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 

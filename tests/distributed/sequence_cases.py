@@ -35,6 +35,7 @@ from stretto.ops.attention import attention
 from stretto.parallel import gather
 from stretto.parallel.sequence import Splitter
 from tests.models import materialise
+from tests.runs import PATIENCE_S
 
 VOCAB = 64
 LENGTHS = {"causal": (24, 24), "full": (24, 24), "documents": (17, 3, 21, 1, 6), "sliding": (17, 3, 21, 1, 6)}
@@ -397,7 +398,7 @@ CASES: dict[int, dict[str, Callable[[], dict[str, Any]]]] = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     found = {name: case() for name, case in CASES[dist.get_world_size()].items()}
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

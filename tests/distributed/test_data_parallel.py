@@ -18,7 +18,7 @@ from stretto import checkpoint
 from stretto.report import read_events
 from tests.corpora import write_images, write_pairs
 from tests.distributed.processes import ROOT, find_port, launch, samples
-from tests.runs import base, change, eval_losses, losses
+from tests.runs import PATIENCE_S, base, change, eval_losses, losses
 
 pytestmark = pytest.mark.dist
 
@@ -114,7 +114,7 @@ def test_the_command_itself_under_torchrun(runs: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "tests.distributed.command", "train", "demo", *options],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     assert list(losses(run)) == [1, 2, 3, 4, 5]
@@ -130,10 +130,10 @@ def test_the_loss_of_a_process_ends_the_other_with_a_clear_message(runs: Path) -
         f"data.train={runs / 'text'}",
         "data.seq_len=32",
         "train.steps=100000",
-        "run.timeout_s=30",
+        "run.timeout_s=60",
     ]
     options = [part for override in sets for part in ("--set", override)]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port()), "OMP_NUM_THREADS": "1"}
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
     first, second = (
         subprocess.Popen(
             [sys.executable, "-m", "tests.distributed.command", "train", "demo", *options],
@@ -142,11 +142,11 @@ def test_the_loss_of_a_process_ends_the_other_with_a_clear_message(runs: Path) -
         )
         for rank in (0, 1)
     )  # fmt: skip
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not ((run / "events.jsonl").exists() and losses(run)):
         time.sleep(0.1)
     second.kill()
-    output, message = first.communicate(timeout=60)
+    output, message = first.communicate(timeout=PATIENCE_S)
     second.communicate()
     assert first.returncode == 7 and "stretto: another process was lost" in message, message
     assert "models that hold the group: 0" in output, output

@@ -27,6 +27,7 @@ from stretto.config import FusedConfig, OptimConfig
 from stretto.optim import clip_gradients, weight_writer
 from tests.distributed.processes import find_port
 from tests.models import build_adamw
+from tests.runs import PATIENCE_S
 
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ class Training:
 
 
 def main(out: Path) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     sizes = {}
     for name, way in WAYS.items():
         training = Training(way)
@@ -127,7 +128,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     done = subprocess.run(
         [*torchrun, "-m", "tests.distributed.test_flat_adamw", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

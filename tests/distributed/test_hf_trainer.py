@@ -27,6 +27,7 @@ import stretto.report
 from stretto.hf import Trainer
 from tests.distributed.processes import find_port
 from tests.hf.trainers import draw_samples, make
+from tests.runs import PATIENCE_S
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launch += ["--main_process_port", str(find_port())]
     done = subprocess.run(
         [sys.executable, *launch, "-m", "tests.distributed.test_hf_trainer", str(out)],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return out

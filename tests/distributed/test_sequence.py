@@ -4,7 +4,6 @@ many messages, and as many elements in them, as the formulas say. Mistakes that 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.processes import ROOT, find_port
+from tests.runs import PATIENCE_S
 
 pytestmark = pytest.mark.dist
 Found = list[dict[str, Any]]  # by process
@@ -23,7 +23,7 @@ def run_cases(folder: Path, processes: int) -> Found:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(find_port())]
     done = subprocess.run(
         [sys.executable, *torchrun, "-m", "tests.distributed.sequence_cases", str(folder)],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]

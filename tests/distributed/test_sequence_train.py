@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from stretto.train import build
 from stretto.trained import load_run_config
 from tests.corpora import write_pairs
 from tests.distributed.processes import ROOT, find_port, launch, samples
-from tests.runs import base, change, eval_losses, losses
+from tests.runs import PATIENCE_S, base, change, eval_losses, losses
 
 pytestmark = pytest.mark.dist
 STEPS = 4
@@ -191,11 +190,10 @@ main()
 """
     sets = [
         f"run.dir={runs / 'lost'}", f"data.train={runs / 'text'}", "data.seq_len=32", "train.steps=100000",
-        "run.timeout_s=30", "parallel.sequence=2", "parallel.sequence_method=gather",
+        "run.timeout_s=60", "parallel.sequence=2", "parallel.sequence_method=gather",
     ]  # fmt: skip
     options = [part for override in sets for part in ("--set", override)]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port()), "OMP_NUM_THREADS": "1"}
-    begin = time.monotonic()
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
     first, second = (
         subprocess.Popen(
             [sys.executable, "-c", dying, "train", "demo", *options], cwd=ROOT,
@@ -203,7 +201,7 @@ main()
         )
         for rank in (0, 1)
     )  # fmt: skip
-    _, message = first.communicate(timeout=90)
-    second.communicate(timeout=10)
-    assert second.returncode == -9 and time.monotonic() - begin < 80
+    _, message = first.communicate(timeout=PATIENCE_S)
+    second.communicate(timeout=PATIENCE_S)
+    assert second.returncode == -9
     assert first.returncode == 7 and "stretto: another process was lost" in message, message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ranks, folder = request.param, tmp_path_factory.mktemp("share")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [*launch, "-m", "tests.distributed.share", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return ranks, [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 

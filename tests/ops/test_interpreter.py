@@ -21,7 +21,7 @@ OLD = triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) 
 
 def run(family: Path) -> Done:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(family)]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
