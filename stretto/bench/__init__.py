@@ -7,6 +7,5 @@ machine, in one run.
     measure     time, memory, where the time went, and the floor it is compared with
     worker      one contestant on one workload, in a process of its own
     contest     all of them one after another, whatever happens to any
-    kernels     single operations next to plain torch's
     show        tables, JSON and the chart
 """
