@@ -6,9 +6,9 @@ check_scale.py compares such predictions with real processes.
 
 Timed on this device, each shape once and then used for every method and link that needs it: a layer without attention
 (s / P tokens, or all tokens of 1 / P of its weights), attention in the parts in which a rank of the real thing does it
-(parallel/partial.py), what is outside of layers, and the update. bench/share.py has the share, stretto/costs.py the
-messages, bench/rank_costs.py how all of it adds up to a step: weights sharded over all ranks (FSDP), K/V gathered again
-in the backward pass, one sequence per step.
+(parallel/partial.py), what is outside of layers, and the update. bench/share.py has the share,
+parallel/sequence_costs.py the messages, bench/rank_costs.py how all of it adds up to a step: weights sharded over all
+ranks (FSDP), K/V gathered again in the backward pass, one sequence per step.
 
 A shape that would take too long is timed in part (fewer heads, fewer rows) and scaled: its speed is marked *. Times are
 the device's: a step that this machine's host could not launch so fast, kernel by kernel, is marked h. Memory is marked
@@ -42,6 +42,7 @@ from bench.rank_costs import (
     find_obstacle,
     layer_traffic,
     rank_memory,
+    sum_passes,
 )
 from bench.share import Way
 from stretto.attention import attend
@@ -49,7 +50,6 @@ from stretto.batch import Counts, Sequences, dense_layout
 from stretto.bench.contest import describe_run
 from stretto.bench.measure import Clock
 from stretto.config import ModelConfig, build_config
-from stretto.costs import NETWORK, NVLINK, Pass, sum_passes
 from stretto.flops import training_flops
 from stretto.model import Embedding, build_norm
 from stretto.ops.cross_entropy import linear_cross_entropy
@@ -60,6 +60,7 @@ from stretto.parallel.partial import Scores, attend_part, backward_part, merge
 from stretto.parallel.reach import Reach
 from stretto.parallel.ring import Ring
 from stretto.parallel.sequence import Segment
+from stretto.parallel.sequence_costs import NETWORK, NVLINK, Pass
 from stretto.parallel.ulysses import Ulysses
 from stretto.techniques.fused import FusedEmbedding, norm_parts
 
@@ -115,7 +116,8 @@ class Timed:
 
     def times(self, factor: float) -> Timed:
         """Scales to a shape that is `factor` times as large and needs no more launches."""
-        return replace(self, seconds=self.seconds * factor, scaled=factor != 1)
+        seconds = Pass(factor * self.seconds.forward, factor * self.seconds.backward)
+        return replace(self, seconds=seconds, scaled=factor != 1)
 
 
 @dataclass(frozen=True)
