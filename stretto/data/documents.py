@@ -18,8 +18,6 @@ from stretto.data.files import NotTextError, open_text
 from stretto.errors import DataError
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-
-
 _NAMED = 5  # how many of the files that are left out
 
 
@@ -50,9 +48,7 @@ class FileDocuments(Documents):
     """Each file is one document."""
 
     def __init__(self, name: str, paths: Sequence[Path], *, skip_binary: bool) -> None:
-        self.name = name
-        self._paths = paths
-        self._skip_binary = skip_binary
+        self.name, self._paths, self._skip_binary = name, paths, skip_binary
         self.left_out = self._not_text = set[str]()
         self._survey()
 
@@ -160,7 +156,7 @@ def _load_hub(key: str, source: str) -> Any:
     except ImportError as error:
         raise DataError(f"{key} = {source!r} needs the datasets library: pip install 'stretto[datasets]'") from error
 
-    failure: Exception | None = None
+    failure: Exception | None = None  # of the first reading
     for arguments in _readings(source.removeprefix("hf:")):
         try:
             return load_dataset(*arguments)

@@ -163,12 +163,6 @@ def _normalise(pixels: Tensor | npt.NDArray[Any]) -> None:
     pixels /= 0.5
 
 
-def open_image_data(cfg: DataConfig, *, seed: int, image_size: int) -> Data:
-    if image_size <= 0:
-        raise ValueError(f"image_size must be positive, not {image_size}")
-    return ImageData(cfg, seed, image_size)
-
-
 def _open_images(key: str, source: str) -> Images:
     path = Path(source)
     if path.is_dir():
@@ -180,8 +174,8 @@ def _open_images(key: str, source: str) -> Images:
 
 class ImageData(Data):
     def __init__(self, cfg: DataConfig, seed: int, image_size: int) -> None:
-        self._cfg = cfg
-        self._image_size = image_size
+        assert image_size > 0, "images need a size"
+        self._cfg, self._image_size = cfg, image_size
         self._train = self._held_out = _open_images("data.train", cfg.train)
         self.labels, self.fingerprint = self._train.names, self._train.fingerprint
         everything = np.arange(len(self._train.labels))

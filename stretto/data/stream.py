@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -70,21 +71,12 @@ class EpochOrder:
     """The order of the samples in each epoch."""
 
     def __init__(self, seed: int, num_samples: int) -> None:
-        self._seed = seed
         self._num_samples = num_samples
-        # Epoch and order are replaced together, in one assignment, so that threads never see one without the other.
-        self._current: tuple[int, Int64s] = (-1, np.empty(0, np.int64))
-
-    def __call__(self, epoch: int) -> Int64s:
-        known, order = self._current
-        if known != epoch:
-            order = random_stream(self._seed, Purpose.ORDER, epoch).permutation(self._num_samples)
-            self._current = (epoch, order)
-        return order
+        self._draw = lru_cache(1)(lambda epoch: random_stream(seed, Purpose.ORDER, epoch).permutation(num_samples))
 
     def samples(self, positions: range) -> list[int]:
-        """The samples at these positions of the stream, which may reach over the end of an epoch."""
-        return [int(self(p // self._num_samples)[p % self._num_samples]) for p in positions]
+        """Returns the samples at these positions of the stream, which may reach over the end of an epoch."""
+        return [int(self._draw(p // self._num_samples)[p % self._num_samples]) for p in positions]
 
 
 def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) -> range:

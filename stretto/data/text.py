@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
+from stretto.batch import IGNORE, Batch, Sequences, dense_layout
 from stretto.buckets import round_to_power
 from stretto.config import DataConfig
 from stretto.data.documents import Documents, describe_left_out, open_documents
 from stretto.data.files import Store
-from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
+from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
 from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
@@ -65,22 +65,12 @@ class TextData(Data):
     tokenizer: Tokenizer
 
     def __init__(
-        self,
-        cfg: DataConfig,
-        seed: int,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        train: Tokens,
-        held_out: Tokens,
-        left_out: Set[str] = frozenset(),
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._cfg = cfg
-        self._seed = seed
-        self._name = documents.name
-        self.fingerprint = documents.fingerprint
-        self._train = train
-        self._held_out = held_out
+        self, cfg: DataConfig, seed: int, documents: Documents, tokenizer: Tokenizer, train: Tokens, held_out: Tokens,
+        left_out: Set[str],
+    ) -> None:  # fmt: skip
+        self._cfg, self._seed, self.tokenizer = cfg, seed, tokenizer
+        self._name, self.fingerprint = documents.name, documents.fingerprint
+        self._train, self._held_out = train, held_out
         self._left_out = left_out  # files that are not text
         self._dense = cfg.join_documents or train.num_documents == held_out.num_documents == 1
         self.num_train = self._count_windows("data.train", train)
@@ -180,7 +170,7 @@ class TextData(Data):
                 label_at = slots[label_at]
         return Batch(
             labels=to_tensor(labels),
-            counts=Counts(tokens=len(ids), slots=inputs.ids.numel(), labels=num_labels, pairs=int((lengths**2).sum())),
+            counts=count(lengths, inputs.ids.numel(), num_labels),
             samples=tuple(windows),
             inputs=inputs,
             label_at=None if label_at is None else to_tensor(label_at),

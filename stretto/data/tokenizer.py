@@ -164,19 +164,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Reads the tokenizer.json of a folder (or that file itself)."""
     if path.is_dir():
         path = path / "tokenizer.json"
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree = json.loads(text)
-    except OSError as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not a tokenizer: {error}") from error
-    if tree == {"stretto": "bytes"}:
-        return ByteTokenizer()
     import tokenizers
 
     try:
+        text = path.read_text(encoding="utf-8")
+        if json.loads(text) == {"stretto": "bytes"}:
+            return ByteTokenizer()
         return LibraryTokenizer(tokenizers.Tokenizer.from_str(text), str(path))
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{path} is not a tokenizer: {error}") from error
 
