@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,7 +65,9 @@ def run_bench(names: Sequence[str], against: Sequence[str], overrides: Sequence[
     console, results, path = Console(highlight=False), Results(), out / "bench.json"
     if facts["note"]:
         say(console, facts["note"])
-    with _progress(console) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    hidden = not console.is_terminal
+    with Progress(SpinnerColumn(), *columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=len(jobs) * len(contestants))
         for name, some in jobs.items():
             results[name] = {}
@@ -82,11 +85,6 @@ def run_bench(names: Sequence[str], against: Sequence[str], overrides: Sequence[
     if not any("tokens_per_s" in result for some in results.values() for result in some.values()):
         raise StrettoError(f"no contestant finished; their logs are in {out}")
     return path
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(SpinnerColumn(), *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def choose_contestants(against: Sequence[str]) -> list[str]:
@@ -152,19 +150,14 @@ def run_job(job: Job, steps: int) -> dict[str, Any]:
     recipe, log, result = (job.stem.with_suffix(suffix) for suffix in (".toml", ".log", ".json"))
     result.unlink(missing_ok=True)
     arguments = [job.workload, job.contestant, str(steps), str(recipe), str(result)]
+    command = [sys.executable, "-m", "stretto.bench.worker", *arguments]
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "stretto.bench.worker", *arguments], stdout=file, stderr=subprocess.STDOUT
-        )
         try:
-            code = process.wait(LIMIT_S)
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             return {"failed": f"not done after {LIMIT_S:.0f} s; see {log}"}
-        finally:
-            process.kill()  # does nothing to one that has ended
-            process.wait()
     if not result.exists():
-        return {"failed": f"the process ended with code {code}; see {log}"}
+        return {"failed": f"the process ended with code {done.returncode}; see {log}"}
     numbers: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return numbers
 
@@ -190,12 +183,9 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Returns the commit of this code, if it is a checkout."""
+    """Returns the commit of this code, if this code is a checkout and git is installed."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or not shutil.which("git"):
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None

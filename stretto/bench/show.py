@@ -19,16 +19,11 @@ CAPTION = "ratio: to the best peer; GEMM to idle: ms a step; floor: its share of
 
 
 def with_ratios(results: Mapping[str, Result]) -> dict[str, Result]:
-    """The results of one workload, with each speed over that of the best peer."""
-    peers = [result["tokens_per_s"] for name, result in results.items() if is_peer(name) and "tokens_per_s" in result]
-    if not peers:
-        return dict(results)
-    return {
-        name: {**result, "ratio_to_best_peer": result["tokens_per_s"] / max(peers)}
-        if "tokens_per_s" in result
-        else result
-        for name, result in results.items()
-    }
+    """Adds to the results of one workload each speed over that of the best peer."""
+    speeds = {name: result["tokens_per_s"] for name, result in results.items() if "tokens_per_s" in result}
+    best = max((speed for name, speed in speeds.items() if is_peer(name)), default=None)
+    ratios = {} if best is None else {name: {"ratio_to_best_peer": speed / best} for name, speed in speeds.items()}
+    return {name: {**result, **ratios.get(name, {})} for name, result in results.items()}
 
 
 def is_peer(name: str) -> bool:

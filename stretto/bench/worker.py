@@ -79,9 +79,8 @@ def build_ours(config: Config, draws: Sequence[Batch], rt: Runtime, weights: tor
         return loss_sum / batch.counts.labels
 
     records = isinstance(parts.executor, graphs.Recorded)
-    passes = graphs.TIMES + 2 if records else 3  # each batch may have a shape of its own
-    if records:
-        passes += 2 * (parts.techniques.num_kinds - 1)  # and each kind of step has a graph
+    # Each batch may have a shape of its own, and each kind of step has a graph.
+    passes = graphs.TIMES + 2 * parts.techniques.num_kinds if records else 3
     return Contestant(step, [p for p in parts.model.parameters() if p.requires_grad], passes, records)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,92 +21,84 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 _NAMED = 5  # how many of the files that are left out
 
 
-class Documents(ABC):
+@dataclass(frozen=True)
+class Documents:
     name: str
+    read: Callable[[], Iterator[str]]
     fingerprint: str
     count: int
     num_bytes: int
-    left_out: Set[str] = frozenset()  # the files among them that are not text
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[str]: ...
-
-    def _survey(self) -> None:
-        """Reads everything once to learn what it is: cheap next to tokenising, and it notices any change."""
-        digest = hashlib.sha256()
-        self.count = self.num_bytes = 0
-        for text in self:
-            data = text.encode()
-            digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
-            digest.update(data)
-            self.count += 1
-            self.num_bytes += len(data)
-        self.fingerprint = digest.hexdigest()
-
-
-class FileDocuments(Documents):
-    """Each file is one document."""
-
-    def __init__(self, name: str, paths: Sequence[Path], *, skip_binary: bool) -> None:
-        self.name, self._paths, self._skip_binary = name, paths, skip_binary
-        self.left_out = self._not_text = set[str]()
-        self._survey()
+    left_out: Set[str] = frozenset()  # files that are not text
 
     def __iter__(self) -> Iterator[str]:
-        for path in self._paths:
+        return self.read()
+
+
+def open_files(name: str, paths: Sequence[Path], *, skip_binary: bool) -> Documents:
+    """Opens files of which each is one document."""
+    left_out = set[str]()
+
+    def read() -> Iterator[str]:
+        for path in paths:
             try:
                 with open_text(path) as handle:
                     text = handle.read()
             except NotTextError:
-                if not self._skip_binary:
+                if not skip_binary:
                     raise
-                self._not_text.add(str(path))
+                left_out.add(str(path))
             else:
                 yield text
 
+    return replace(_survey(name, read), left_out=left_out)
 
-class LineDocuments(Documents):
-    """Each line of one file is one document."""
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._path = path
-        self._survey()
+def open_lines(path: Path) -> Documents:
+    """Opens a file of which each line is one document."""
 
-    def __iter__(self) -> Iterator[str]:
-        with open_text(self._path) as handle:
+    def read() -> Iterator[str]:
+        with open_text(path) as handle:
             for line in handle:
                 yield line.strip()
 
+    return _survey(str(path), read)
 
-class HubDocuments(Documents):
-    """The `text` column of a Hugging Face data set, whose own fingerprint spares reading all of it."""
 
-    def __init__(self, name: str, dataset: Any) -> None:
-        self.name = name
-        self.fingerprint = hashlib.sha256(dataset._fingerprint.encode()).hexdigest()
-        self.count = len(dataset)
-        self.num_bytes = dataset.data.nbytes
-        self._dataset = dataset
+def _survey(name: str, read: Callable[[], Iterator[str]]) -> Documents:
+    """Reads everything once to learn what it is: cheap next to tokenising, and it notices any change."""
+    digest, count, num_bytes = hashlib.sha256(), 0, 0
+    for text in read():
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
+        digest.update(data)
+        count, num_bytes = count + 1, num_bytes + len(data)
+    return Documents(name, read, digest.hexdigest(), count, num_bytes)
 
-    def __iter__(self) -> Iterator[str]:
-        for rows in self._dataset.select_columns("text").iter(batch_size=1000):
+
+def open_column(name: str, dataset: Any) -> Documents:
+    """Opens the `text` column of a Hugging Face data set, whose own fingerprint spares reading all of it."""
+
+    def read() -> Iterator[str]:
+        for rows in dataset.select_columns("text").iter(batch_size=1000):
             yield from (text or "" for text in rows["text"])
+
+    fingerprint = hashlib.sha256(dataset._fingerprint.encode()).hexdigest()
+    return Documents(name, read, fingerprint, len(dataset), dataset.data.nbytes)
 
 
 def open_documents(key: str, source: str, suffix: str) -> Documents:
-    """The corpus that `source` names; `key` is the setting it came from ("data.train")."""
+    """Opens the corpus that `source` names; `key` is the setting that `source` came from ("data.train")."""
     if source.startswith("hf:"):
         return _open_hub(key, source)
     if source == "python-stdlib":
-        return FileDocuments(source, _find_library_files(), skip_binary=True)
+        return open_files(source, _find_library_files(), skip_binary=True)
     path = Path(source)
     if path.is_file():
-        return FileDocuments(path.name, [path], skip_binary=False)
+        return open_files(path.name, [path], skip_binary=False)
     if not path.is_dir():
         raise DataError(f'{key} = {source!r}: there is no such file or folder (nor is it "python-stdlib" or "hf:...")')
     paths = _find_files(path, tuple(part.strip() for part in suffix.split(",") if part.strip()))
-    documents = FileDocuments(path.name, paths, skip_binary=True)
+    documents = open_files(path.name, paths, skip_binary=True)
     if not documents.count:
         raise DataError(
             f"{key} = {source!r}: no text file in it ends in one of data.suffix = {suffix!r}"
@@ -116,7 +108,7 @@ def open_documents(key: str, source: str, suffix: str) -> Documents:
 
 
 def describe_left_out(files: Set[str]) -> str:
-    """How many files of a folder are not text, and which, up to a few; to be put behind a sentence."""
+    """Says behind a sentence how many files of a folder are not text, and names a few of them."""
     if not files:
         return ""
     names = ", ".join(map(repr, sorted(files)[:_NAMED]))
@@ -125,7 +117,7 @@ def describe_left_out(files: Set[str]) -> str:
 
 
 def _find_files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """The files below `folder` with these suffixes, not looking into folders with `skipped` names."""
+    """Finds the files below `folder` with these suffixes, without looking into folders with `skipped` names."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = set(folders) - skipped  # os.walk goes on into what is left in this list
@@ -145,7 +137,7 @@ def _open_hub(key: str, source: str) -> Documents:
             if "text" not in dataset[split].column_names:
                 columns = ", ".join(dataset[split].column_names)
                 raise DataError(f"{key} = {source!r}: the data set has no column 'text', only {columns}")
-            return HubDocuments(f"{source} ({split})", dataset[split])
+            return open_column(f"{source} ({split})", dataset[split])
     raise DataError(f"{key} = {source!r}: no split {' or '.join(splits)}, only {', '.join(dataset)}")
 
 
@@ -166,7 +158,7 @@ def _load_hub(key: str, source: str) -> Any:
 
 
 def _readings(name: str) -> list[tuple[str, ...]]:
-    """What NAME[/CONFIG] may mean: names themselves may hold a slash ("owner/set"), and folders any number."""
+    """Lists what NAME[/CONFIG] may mean: names may hold a slash ("owner/set"), and folders any number."""
     head, slash, config = name.rpartition("/")
     if Path(name).is_dir() or not slash:
         return [(name,)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from stretto.batch import IGNORE, Batch, Sequences, silence
 from stretto.config import DataConfig
-from stretto.data.documents import LineDocuments
+from stretto.data.documents import open_lines
 from stretto.data.files import Store, find_text_file
 from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_stream
@@ -29,7 +29,7 @@ from stretto.errors import DataError
 GOLDEN = (5**0.5 - 1) / 2
 
 
-def open_pair_data(cfg: DataConfig, *, seed: int, folder: Path, store: Store) -> PairData:
+def open_pair_data(cfg: DataConfig, seed: int, folder: Path, store: Store) -> PairData:
     train = TextPairs("data.train", cfg.train, cfg.languages)
     num_train = train.count if cfg.eval else train.count - count_held_out(train.count, cfg.held_out)
     texts = chain(islice(train.source, num_train), islice(train.target, num_train))
@@ -52,7 +52,7 @@ class TextPairs:
 
     def __init__(self, key: str, prefix: str, languages: tuple[str, ...]) -> None:
         paths = [find_text_file(f"{key} = {prefix!r}", Path(f"{prefix}.{language}")) for language in languages]
-        self.source, self.target = (LineDocuments(path) for path in paths)
+        self.source, self.target = (open_lines(path) for path in paths)
         self.count = self.source.count
         if self.source.count != self.target.count:
             raise DataError(
