@@ -122,8 +122,8 @@ def _write(draft: Path, shot: Snapshot) -> None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Why this checkpoint must not be loaded; None if it is whole. A `CheckpointError` says that it cannot be read, or
-    that it is another step's than its name says."""
+    """Says why this checkpoint must not be loaded; None if it is whole. A `CheckpointError` says that the checkpoint
+    cannot be read, or that it is another step's than its name says."""
     return _read_patiently(checkpoint, _find_damage)
 
 
@@ -160,7 +160,7 @@ def _find_damage(checkpoint: Path) -> str | None:
 
 
 def steps(folder: Path) -> list[int]:
-    """The published steps, newest first."""
+    """Lists the published steps, newest first."""
     try:
         names = [_NAME.fullmatch(name) for name in os.listdir(folder)]
     except FileNotFoundError:
@@ -171,7 +171,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def find_newest(folder: Path, say: Callable[[str], object] = tell) -> int | None:
-    """The newest step that verifies; damaged ones are named and passed over."""
+    """Finds the newest step that verifies; damaged checkpoints are named and passed over."""
     for step in steps(folder):
         damage = find_damage(folder / f"step-{step:08d}")
         if damage is None:
@@ -181,7 +181,7 @@ def find_newest(folder: Path, say: Callable[[str], object] = tell) -> int | None
 
 
 def find_best(folder: Path, say: Callable[[str], object] = tell) -> int | None:
-    """The step that evaluated best, by the word of the newest checkpoint; the newest itself where that is gone."""
+    """Finds the step that evaluated best, as the newest checkpoint says; the newest step where that one is gone."""
     newest = find_newest(folder, say)
     if newest is None:
         return None
@@ -207,7 +207,7 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def restore_weights(model: nn.Module, shot: Snapshot, write: Write = put) -> None:
-    """`write` puts a whole fp32 value into a parameter; while training, the optimizer knows how."""
+    """Loads the weights. `write` puts a whole fp32 value into a parameter; in training, the optimizer knows how."""
     current = model.state_dict(keep_vars=True)
     _check_shapes("model", {name: value.shape for name, value in current.items()}, shot.weights)
     for name, value in current.items():

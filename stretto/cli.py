@@ -153,15 +153,15 @@ def main() -> None:
 
 
 def _replace_closed_streams() -> None:
-    """A command started with `>&-` has no stdout at all."""
+    """Gives a command that was started with `>&-`, and has no stdout at all, one that goes nowhere."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _drop_unwritten_output() -> None:
-    """What could not be written, since the reader is gone or the disk is full, would fail again when Python ends, and
-    change the exit code."""
+    """Drops what could not be written, since the reader is gone or the disk is full: it would fail again when Python
+    ends, and change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -42,7 +42,7 @@ SHORTEST_BAR, LONGEST_BAR = 10, 40
 
 class Terminal(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end the process."""
+        """Raises an error, where Rich would end the process."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
 
 
@@ -89,7 +89,12 @@ class Report:
             tell(f"warning: {sink} failed, and is left out from now on; the run does not need it: {error}")
 
     def _open_events(self, resume_at: int) -> None:
-        _forget_after(self.path, resume_at)
+        """Removes the lines of later steps: a run that is resumed does these steps again."""
+        with replacing(self.path) as file:
+            for event in read_events(self.path.parent):
+                step = event.get("step")
+                if not isinstance(step, (int, float)) or step <= resume_at:
+                    file.write(json.dumps(event).encode() + b"\n")
         self.file = open_in_place(self.path)
 
     def _open_board(self, folder: Path, resume_at: int) -> None:
@@ -193,15 +198,6 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict)]
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Removes the lines of later steps than `step`: a run that is resumed there does these steps again."""
-    with replacing(path) as file:
-        for event in read_events(path.parent):
-            own = event.get("step")
-            if not isinstance(own, (int, float)) or own <= step:
-                file.write(json.dumps(event).encode() + b"\n")
-
-
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
@@ -248,7 +244,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Evaluating and saving do not count."""
+        """Leaves out the time inside: evaluating and saving do not count."""
         begin = time.perf_counter()
         yield
         self.since += time.perf_counter() - begin

@@ -119,8 +119,8 @@ def choose_device(name: str = "auto") -> torch.device:
 
 @contextmanager
 def _signals(runtime: Runtime) -> Iterator[None]:
-    """A first signal asks the loop to save and stop. The same signal soon after is the same request; later, it ends the
-    process at once."""
+    """Handles signals: the first asks the loop to save and stop. The same signal soon after is the same request; later,
+    it ends the process at once."""
     asked: dict[int, float] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -148,7 +148,7 @@ def _signals(runtime: Runtime) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """A line on stderr. Nobody may be there to read it, and that must stop nothing."""
+    """Prints a line on stderr. Nobody may be there to read it, and that must stop nothing."""
     with suppress(Exception):
         print(f"stretto: {text}", file=sys.stderr, flush=True)
 
@@ -161,7 +161,7 @@ def seed_all(seed: int, *keys: int) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Two runs must not write one folder. The lock goes away with the process, however it ends."""
+    """Holds a lock, since two runs must not write one folder. The lock ends with the process, however that ends."""
     path = folder / "lock"
     try:
         handle = open_in_place(path)
@@ -213,7 +213,7 @@ def _record_exit(path: Path, rank: int, cause: BaseException | None) -> None:
 
 
 def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
-    """The user's words for errors that torch and the system raise; None for those that are bugs."""
+    """Puts errors of torch and of the system into the user's words; None for errors that are bugs."""
     text = str(error)
     if isinstance(error, StrettoError):
         return None
@@ -246,7 +246,7 @@ def describe_environment(runtime: Runtime) -> dict[str, Any]:
 
 
 def peak_flops(device: torch.device) -> float:
-    """The device's matrix rate, for MFU; 0 where it is not known."""
+    """Returns the device's matrix rate in FLOP/s, for MFU; 0 where it is not known."""
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
@@ -254,7 +254,7 @@ def peak_flops(device: torch.device) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory: of the GPU where there is one, else of this process."""
+    """Returns the peak memory of the GPU where there is one, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource

@@ -101,7 +101,7 @@ def _build(
 ) -> tuple[nn.Module, list[nn.Parameter]]:
     """Builds the model, and returns the parameters that are trained, which Marian's table of sines is not. `own` is the
     configuration of a model that has no counterpart among ours."""
-    with device:  # a large one takes a CPU long to draw
+    with device:  # the weights of a large model take a CPU long to draw
         model = build_model(config.model, weights, own)
     parameters = [p for p in model.parameters() if p.requires_grad]
     theirs = sum(p.numel() for p in parameters)
@@ -112,7 +112,7 @@ def _build(
 
 
 def build_model(cfg: ModelConfig, weights: torch.dtype, own: Mapping[str, Any]) -> nn.Module:
-    """The stock class of this kind, with fresh weights, in training mode."""
+    """Builds the stock class of this kind, with fresh weights, in training mode."""
     hf: Any = import_module("transformers")  # only where it is needed: it is large, and may be missing
     auto = {
         "decoder": hf.AutoModelForCausalLM,

@@ -70,7 +70,7 @@ def _show(value: float | None, form: str) -> str:
 
 
 def draw_chart(path: Path, results: Results, notes: Sequence[str]) -> None:
-    """One panel per workload: a bar per contestant, with what it reached or why it did not."""
+    """Draws a panel per workload: a bar per contestant, with its speed or the reason why it has none."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -17,11 +17,11 @@ from stretto.errors import DataError
 
 
 class NotTextError(DataError):
-    """The file is there, but is not UTF-8: a folder of documents skips it, everything else reports it."""
+    """The file is not UTF-8: a folder of documents skips it, everything else reports it."""
 
 
 def find_text_file(key: str, path: Path) -> Path:
-    """`path`, or `path` with .gz added; `key` is the setting to name if there is neither."""
+    """Returns `path`, or `path` with .gz added; `key` is the setting that the error names if there is neither."""
     for candidate in (path, path.with_name(path.name + ".gz")):
         if candidate.is_file():
             return candidate
@@ -30,7 +30,7 @@ def find_text_file(key: str, path: Path) -> Path:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[IO[str]]:
-    """The text of a file. Only "\\n" ends a line, whatever other line separators Unicode knows."""
+    """Opens the text of a file. Only "\\n" ends a line, whatever other line separators Unicode knows."""
     try:
         opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8-sig", newline="\n") as handle:
@@ -51,7 +51,7 @@ class Store:
     read_only: Path | None = None
 
     def find(self, name: str) -> Path:
-        """The file of this name if it is there, else where it should be written."""
+        """Returns the file of this name if there is one, else where it should be written."""
         own = self.folder / name
         if self.read_only is None or own.exists() or not (self.read_only / name).exists():
             return own

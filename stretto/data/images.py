@@ -52,7 +52,7 @@ class Images(ABC):
 
     @abstractmethod
     def read(self, samples: Sequence[int], image_size: int) -> Tensor:
-        """float32 [N, 3, image_size, image_size] with values from -1 to 1."""
+        """Returns float32 [N, 3, image_size, image_size] with values from -1 to 1."""
 
 
 class FolderImages(Images):
@@ -70,8 +70,8 @@ class FolderImages(Images):
         self._threads = ThreadPoolExecutor(thread_name_prefix="decode")
 
     def read(self, samples: Sequence[int], image_size: int) -> Tensor:
-        """Many threads read files, which Pillow lets work at the same time; without torch, whose operators would each
-        start threads of their own."""
+        """Reads files by many threads, which Pillow lets work at the same time; without torch, whose operators would
+        each start threads of their own."""
         pixels = torch.empty(len(samples), 3, image_size, image_size)
         paths = [self._paths[i] for i in samples]
         for _ in self._threads.map(_read_into, pixels.numpy(), paths):
@@ -122,7 +122,7 @@ def _check_labels(where: str, labels: npt.NDArray[Any], count: int) -> Int64s:
 
 
 def read_image(path: Path, image_size: int) -> Tensor:
-    """One image file as the model sees it: float32 [3, image_size, image_size]."""
+    """Reads an image file as the model sees it: float32 [3, image_size, image_size]."""
     pixels = torch.empty(3, image_size, image_size)
     _read_into(pixels.numpy(), path)
     return pixels

@@ -38,7 +38,7 @@ def count(lengths: Int64s, slots: int, labels: int, source: Int64s | None = None
 
 
 def count_positions(lengths: Int64s) -> Int64s:
-    """The place of each of the T tokens in its own sequence."""
+    """Returns the place of each of the T tokens in its own sequence."""
     begins = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) - np.repeat(begins, lengths)
 

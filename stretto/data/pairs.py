@@ -48,7 +48,7 @@ def open_pair_data(cfg: DataConfig, seed: int, folder: Path, store: Store) -> Pa
 
 
 class TextPairs:
-    """Two files whose lines belong together."""
+    """Two files; line n of one translates line n of the other."""
 
     def __init__(self, key: str, prefix: str, languages: tuple[str, ...]) -> None:
         paths = [find_text_file(f"{key} = {prefix!r}", Path(f"{prefix}.{language}")) for language in languages]
@@ -99,12 +99,12 @@ class SizedPairs:
         return pairs[self._cuts[batch] : self._cuts[batch + 1]]
 
     def sources(self, pairs: Int64s) -> tuple[Int64s, Int64s]:
-        """What the encoder reads, all but bos, as one flat run; and the length of each sentence."""
+        """Returns what the encoder reads, all but bos, as one flat run; and the length of each sentence."""
         lengths = self._source_lengths[pairs]
         return self._source.read(self._source.starts[pairs] + 1, lengths), lengths
 
     def targets(self, pairs: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """What the decoder reads, all but eos; what it has to predict, all but bos; and the length of each sentence."""
+        """Returns what the decoder reads, all but eos; what it predicts, all but bos; and the sentences' lengths."""
         starts, lengths = self._target.starts[pairs], self._target_lengths[pairs]
         return self._target.read(starts, lengths), self._target.read(starts + 1, lengths), lengths
 
@@ -117,8 +117,8 @@ class SizedPairs:
 
 
 def mix_by_longest(sizes: Int64s) -> Int64s:
-    """An order by the longer side; sizes [2, n] are the lengths of both. Pairs that are equally long there are mixed as
-    evenly as can be, by steps of the golden ratio through their order by the difference of the sides."""
+    """Orders pairs by their longer side; sizes [2, n] are the lengths of both sides. Pairs that are equally long there
+    are mixed as evenly as can be, by steps of the golden ratio through their order by the difference of the sides."""
     target, source = sizes
     longest = sizes.max(axis=0)
     order = np.lexsort((target - source, longest))
@@ -126,7 +126,7 @@ def mix_by_longest(sizes: Int64s) -> Int64s:
 
 
 def cut_batches(sizes: Int64s, max_tokens: int, *, padded: bool) -> Iterator[int]:
-    """Where batches of at most `max_tokens` begin and end; sizes [2, n] are the lengths of both sides, in order."""
+    """Yields where batches of at most `max_tokens` begin and end; sizes [2, n] are the lengths of both sides."""
     start, totals, longest = 0, (0, 0), 0
     yield start
     for end, (target, source) in enumerate(sizes.T.tolist()):

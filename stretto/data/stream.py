@@ -35,7 +35,7 @@ class Data(ABC):
 
     @abstractmethod
     def eval_batch(self, index: int) -> Batch:
-        """Evaluation micro-batch 0 <= index < num_eval_batches; the same one each time."""
+        """Returns evaluation micro-batch 0 <= index < num_eval_batches, the same one each time."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -52,14 +52,14 @@ class Purpose(IntEnum):
 
 
 def random_stream(seed: int, purpose: Purpose, number: int = 0) -> np.random.Generator:
-    """A generator keyed by its arguments. Philox takes a 128-bit key, so different arguments never collide."""
+    """Returns a generator keyed by the arguments. Philox takes a 128-bit key: other arguments never collide."""
     key = ((seed % 2**64) << 64) | (purpose << 56) | number
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def random_rows(seed: int, purpose: Purpose, first: int, shape: tuple[int, int, int]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) for shape[0] positions from `first` on. What a position gets depends on nothing but itself:
-    Philox counts, so the one stream of all positions can be entered anywhere."""
+    """Draws numbers in [0, 1) for shape[0] positions from `first` on. What a position gets depends on nothing but
+    itself: Philox counts, so the one stream of all positions can be entered anywhere."""
     rows, *of_each = shape
     counts = -(-math.prod(of_each) // 4)  # each count gives four numbers
     stream = random_stream(seed, purpose)
@@ -86,5 +86,5 @@ def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) 
 
 
 def count_held_out(total: int, share: float) -> int:
-    """How many of `total` samples evaluation gets: at least one, and never all."""
+    """Counts how many of `total` samples evaluation gets: at least one, and never all."""
     return min(max(round(total * share), 1), total - 1)

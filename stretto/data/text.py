@@ -114,7 +114,7 @@ class TextData(Data):
         return self._arrange(ids.reshape(-1), lengths, labels, label_at, windows)
 
     def _find_begins(self, tokens: Tokens, windows: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which of the L + 1 tokens of each window begin another document."""
+        """Finds which of the L + 1 tokens of each window begin another document."""
         length = self._cfg.seq_len
         begins = np.zeros((len(windows), length + 1), np.bool_)
         if not self._dense:

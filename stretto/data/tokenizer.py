@@ -45,19 +45,19 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def find_special(self, role: str) -> int:
-        """The id of the token with this role; a `DataError` if there is none, which only its users ever see."""
+        """Returns the id of the token with this role; a `DataError` if there is none."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens."""
+        """Returns the ids of each text, without special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens left out; bytes that are no UTF-8 become replacement characters."""
+        """Returns the text of ids without special tokens; bytes that are no UTF-8 become replacement characters."""
 
     @abstractmethod
     def to_json(self) -> str:
-        """What tokenizer.json holds."""
+        """Returns what tokenizer.json holds."""
 
     @property
     def pad(self) -> int:
@@ -83,7 +83,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal tokenizers: what token files are filed under."""
+        """Is equal for equal tokenizers: token files are filed under it."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
@@ -140,7 +140,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE: every text has an encoding, and decoding gives it back exactly."""
+    """Trains a byte-level BPE: every text has an encoding, and decoding gives the text back exactly."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -178,7 +178,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str, store: Store) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names. A trained one is kept in `store` under the identity of its texts."""
+    """Opens what `data.tokenizer` names. A trained tokenizer is kept in `store` under the identity of its texts."""
     if name == "bytes":
         return ByteTokenizer()
     if name != "bpe":

@@ -59,7 +59,7 @@ class Tokens:
 
 
 def open_tokens(documents: Documents, tokenizer: Tokenizer, store: Store) -> Tokens:
-    """The tokens of a corpus, from the file in `store` if an earlier run left it there."""
+    """Opens the tokens of a corpus, from the file in `store` if an earlier run left one there."""
     made_from = hashlib.sha256(f"{documents.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()
     path = store.find(f"{made_from[:16]}.tokens")
     if not path.exists():
@@ -151,7 +151,7 @@ class _Piece(NamedTuple):
 
 
 def _tokenise(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[_Piece, list[int]]]:
-    """Every piece with its ids, many small ones encoded in one call."""
+    """Yields every piece with its ids; many small pieces are encoded in one call."""
     pieces = (piece for text in documents for piece in _cut(text))
     while group := list(_take(pieces)):
         yield from zip(group, tokenizer.encode_many([piece.text for piece in group]), strict=True)

@@ -73,12 +73,12 @@ class Traffic:
 
 
 def kv_width(cfg: ModelConfig) -> int:
-    """The number of channels of all keys of a token, or of all its values."""
+    """Returns the number of channels of all keys of a token, or of all its values."""
     return cfg.width // cfg.heads * (cfg.kv_heads or cfg.heads)
 
 
 def mlp_widths(cfg: ModelConfig) -> tuple[int, int]:
-    """The channels that the first product of an MLP makes, and those that its second product reads."""
+    """Returns the channels that the first product of an MLP makes, and those that its second product reads."""
     inner = cfg.mlp_width or 4 * cfg.width
     return (2 * inner if cfg.activation == "swiglu" else inner), inner
 
@@ -100,7 +100,7 @@ def find_obstacle(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> str
 def layer_traffic(
     cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int = 2, reduced: int = 4, keep: bool = True
 ) -> Traffic:
-    """The messages of one rank in one layer."""
+    """Lists the messages of one rank in one layer."""
     if ranks == 1:
         return Traffic()
     c, hops, kv = (ranks - 1) / ranks, ranks - 1, kv_width(cfg)
@@ -136,11 +136,11 @@ class Pass:
 
 
 def exposed_seconds(method: str, blocks: Sequence[Pass], traffic: Traffic, link: Link) -> Pass:
-    """The seconds that a layer waits for its messages, given the times of its blocks of attention in the order in which
-    their keys arrive. `gather` attends to local keys, the first block, while the other ranks' keys arrive, in both
-    passes; no work is left while their gradients travel. In a ring the next block of keys travels while one is attended
-    to; in the backward pass the gradients of the block before travel at the same time, and those of the last block
-    travel alone."""
+    """Returns the seconds that a layer waits for its messages, given the times of its blocks of attention in the order
+    in which their keys arrive. `gather` attends to local keys, the first block, while the other ranks' keys arrive, in
+    both passes; no work is left while their gradients travel. In a ring the next block of keys travels while one is
+    attended to; in the backward pass the gradients of the block before travel at the same time, and those of the last
+    block travel alone."""
     if method == "gather" and traffic.forward:
         *again, scatter = traffic.backward  # K/V that were not kept are gathered again
         forward = max(link.seconds(traffic.forward) - blocks[0].forward, 0.0)
