@@ -43,9 +43,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from stretto import model
-from stretto.bench.contest import describe_run
+from stretto.bench.contest import describe_run, say
 from stretto.bench.measure import Clock, measure_ceilings
-from stretto.bench.show import say
 from stretto.bench.worker import explain
 from stretto.config import FusedConfig, OptimConfig, build_config
 from stretto.errors import ConfigError, StrettoError

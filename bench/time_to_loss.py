@@ -38,7 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.curves import Curve, Result, Row, compare, draw_curves, make_tables, read_curve
 from stretto import files
-from stretto.bench.show import say
+from stretto.bench.contest import say
 from stretto.config import (
     Config,
     LayerDropConfig,

@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.batch import Batch, Counts
 from stretto.batch import pack as move
 from stretto.data import Tokenizer, read_image
-from stretto.data.files import open_text
+from stretto.data.documents import open_text
 from stretto.data.images import SUFFIXES
 from stretto.data.packing import pad
 from stretto.data.pairs import cut_batches

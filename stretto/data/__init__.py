@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.config import DataConfig
-from stretto.data.files import Store
 from stretto.data.images import ImageData, read_image
 from stretto.data.pairs import PairData, open_pair_data
 from stretto.data.stream import Data
 from stretto.data.text import TextData
-from stretto.data.tokenizer import Tokenizer, load_tokenizer
+from stretto.data.tokenizer import Store, Tokenizer, load_tokenizer
 
 __all__ = ["Data", "PairData", "Tokenizer", "load_tokenizer", "open_data", "read_image"]
 

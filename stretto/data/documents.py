@@ -1,24 +1,54 @@
-"""Where text comes from: files, folders, Python's own library, Hugging Face data sets.
+"""Where text comes from: files, plain or gzipped, folders, Python's own library, Hugging Face data sets.
 
 A corpus is a sequence of documents that can be read any number of times. Its fingerprint depends on the content
-alone, so that tokens made from it can be kept and found again.
+alone, so that tokens made from it can be kept and found again. Every failure that a user can cause becomes a
+`DataError` that names the file.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from stretto.data.files import NotTextError, open_text
 from stretto.errors import DataError
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _NAMED = 5  # how many of the files that are left out
+
+
+class NotTextError(DataError):
+    """The file is not UTF-8: a folder of documents skips it, everything else reports it."""
+
+
+def find_text_file(key: str, path: Path) -> Path:
+    """Returns `path`, or `path` with .gz added; `key` is the setting that the error names if there is neither."""
+    for candidate in (path, path.with_name(path.name + ".gz")):
+        if candidate.is_file():
+            return candidate
+    raise DataError(f"{key}: there is no file {path} (nor {path.name}.gz)")
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str]]:
+    """Opens the text of a file. Only "\\n" ends a line, whatever other line separators Unicode knows."""
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as handle:
+            yield handle
+    except UnicodeDecodeError as error:
+        raise NotTextError(f"{path} is not UTF-8 text: convert it, or leave it out") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is not a whole gzip file ({error}): fetch it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ import numpy as np
 
 from stretto.batch import IGNORE, Batch, Sequences, silence
 from stretto.config import DataConfig
-from stretto.data.documents import open_lines
-from stretto.data.files import Store, find_text_file
+from stretto.data.documents import find_text_file, open_lines
 from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_stream
-from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
+from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
 

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +24,8 @@ from stretto.batch import Batch
 from stretto.data.tokenizer import Tokenizer
 
 Int64s = npt.NDArray[np.int64]
+X = TypeVar("X")
+DEPTH = 2  # batches that are built ahead: enough to hide one slow batch; more would only hold memory
 
 
 class Data(ABC):
@@ -88,3 +94,18 @@ def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) 
 def count_held_out(total: int, share: float) -> int:
     """Counts how many of `total` samples evaluation gets: at least one, and never all."""
     return min(max(round(total * share), 1), total - 1)
+
+
+def prefetch(make: Callable[[int], X], first: int, last: int) -> Iterator[tuple[int, X]]:
+    """Yields (i, make(i)) for first <= i < last, in order, and makes the next ones in a thread. `make` must not depend
+    on when it is called."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
+        waiting: deque[Future[X]] = deque(pool.submit(make, i) for i in range(first, min(first + DEPTH, last)))
+        try:
+            for i in range(first, last):
+                ready = waiting.popleft().result()
+                if i + DEPTH < last:
+                    waiting.append(pool.submit(make, i + DEPTH))
+                yield i, ready
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -20,10 +20,9 @@ from stretto.batch import IGNORE, Batch, Sequences, dense_layout
 from stretto.buckets import round_to_power
 from stretto.config import DataConfig
 from stretto.data.documents import describe_left_out, open_documents
-from stretto.data.files import Store
 from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
-from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
+from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
 

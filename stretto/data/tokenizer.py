@@ -14,11 +14,11 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stretto.data.files import Store
 from stretto.errors import DataError
 from stretto.files import write_text
 
@@ -37,6 +37,21 @@ _NAMES = {
     "eos": _EOS,
     "mask": ("<mask>", "[MASK]"),
 }
+
+
+@dataclass(frozen=True)
+class Store:
+    """Where tokenizers and token files are kept: a folder to write to, and one that may have them already."""
+
+    folder: Path
+    read_only: Path | None = None
+
+    def find(self, name: str) -> Path:
+        """Returns the file of this name if there is one, else where it should be written."""
+        own = self.folder / name
+        if self.read_only is None or own.exists() or not (self.read_only / name).exists():
+            return own
+        return self.read_only / name
 
 
 class Tokenizer(ABC):

@@ -25,10 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.documents import Documents
-from stretto.data.files import Store
 from stretto.data.packing import count_positions
 from stretto.data.stream import Int64s
-from stretto.data.tokenizer import Tokenizer
+from stretto.data.tokenizer import Store, Tokenizer
 from stretto.errors import DataError
 from stretto.files import replacing
 

@@ -10,8 +10,7 @@ import pytest
 
 from stretto.data import tokens
 from stretto.data.documents import Documents, open_files
-from stretto.data.files import Store
-from stretto.data.tokenizer import ByteTokenizer
+from stretto.data.tokenizer import ByteTokenizer, Store
 from stretto.data.tokens import open_tokens, read_tokens, write_tokens
 from stretto.errors import DataError
 
