@@ -136,14 +136,9 @@ def packed(parts: list[Tensor], lengths: list[int], causal: bool) -> Callable[[]
 
 
 def report(
-    name: str,
-    p: float,
-    kernel: str,
-    run: Callable[[], Tensor],
-    parts: list[Tensor],
-    flops: float,
+    name: str, p: float, kernel: str, run: Callable[[], Tensor], parts: list[Tensor], flops: float,
     verify: Callable[[], str] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     try:
         note = verify() if verify else ""
         out = run()

@@ -25,15 +25,15 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from bench import share
-from bench.rank_costs import layer_traffic
+from bench.rank_costs import layer_traffic, sum_passes
 from bench.scale import WAYS, Meter, line, make_grid
 from bench.share import Way
 from stretto.batch import Layout
 from stretto.bench.measure import Clock
 from stretto.config import ModelConfig, build_config
-from stretto.costs import Link, Pass, Traffic, exposed_seconds, sum_passes
 from stretto.parallel.ring import Ring, wait
 from stretto.parallel.sequence import Segment
+from stretto.parallel.sequence_costs import Link, Pass, Traffic, exposed_seconds
 from stretto.parallel.ulysses import all_to_all
 from stretto.techniques.fused import FusedBlock
 

@@ -368,14 +368,10 @@ def _compare_all(model: PreTrainedModel, form: Form, result: Result, enter: Call
 
 
 def _compare_narrow(
-    wide: Untouched,
-    exact: Untouched,
-    chosen: list[Case],
-    result: Result,
-    enter: Callable[[str], None],
+    wide: Untouched, exact: Untouched, chosen: list[Case], result: Result, enter: Callable[[str], None],
     dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    """With weights in 16 bits."""
+) -> None:  # fmt: skip
+    """Compares with weights in 16 bits."""
     name = str(dtype).removeprefix("torch.")
     enter(f"accelerate in {name}")
     plain = Untouched(narrow(copy.deepcopy(wide.model), dtype), wide.form)

@@ -1,19 +1,19 @@
 """What one rank of P needs for a step of a decoder whose sequences are split: bytes, messages of weights, seconds.
 
-The messages of a layer are those of stretto/costs.py and, to compare with, those of Megatron-LM's tensor parallelism
-with sequence-parallel norms: weights are split, and all tokens come together in front of both halves of a layer. Its
-inputs stay gathered for the backward pass (keep), or are gathered again. A rank sends 8 c s h elements in 8 messages
-per layer; gathered again, 10 c s h in 10.
+The messages of a layer are those of stretto/parallel/sequence_costs.py and, to compare with, those of Megatron-LM's
+tensor parallelism with sequence-parallel norms: weights are split, and all tokens come together in front of both halves
+of a layer. Its inputs stay gathered for the backward pass (keep), or are gathered again. A rank sends 8 c s h elements
+in 8 messages per layer; gathered again, 10 c s h in 10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from stretto import costs
 from stretto.config import ModelConfig
-from stretto.costs import Link, Message, Pass, Traffic, exposed_seconds, kv_width, mlp_widths, sum_passes
+from stretto.parallel import sequence_costs
+from stretto.parallel.sequence_costs import Link, Message, Pass, Traffic, exposed_seconds, kv_width, mlp_widths
 
 STATE_BYTES = (4, 4, 8)  # of a parameter: weight (fp32, or bf16 and the 16 bits below), gradient, AdamW's moments
 
@@ -21,7 +21,7 @@ STATE_BYTES = (4, 4, 8)  # of a parameter: weight (fp32, or bf16 and the 16 bits
 def find_obstacle(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> str:
     """Says why this model cannot be split so; empty if it can."""
     if method != "megatron" or tokens % ranks:
-        return costs.find_obstacle(cfg, method, ranks, tokens)
+        return sequence_costs.find_obstacle(cfg, method, ranks, tokens)
     return f"{cfg.heads} heads do not divide by {ranks} ranks" if cfg.heads % ranks else ""
 
 
@@ -30,7 +30,7 @@ def layer_traffic(
 ) -> Traffic:
     """The messages of one rank in one layer, megatron's too."""
     if method != "megatron" or ranks == 1:
-        return costs.layer_traffic(cfg, method, ranks, tokens, element, reduced, keep)
+        return sequence_costs.layer_traffic(cfg, method, ranks, tokens, element, reduced, keep)
     size = (ranks - 1) / ranks * tokens * cfg.width * element
     gather = Message("all-gather", size, ranks - 1, count=2)
     scatter = Message("reduce-scatter", size, ranks - 1, count=2)
@@ -161,6 +161,10 @@ def classic_activation_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: 
     return split + (gathered_bytes(cfg, "gather", ranks, tokens) if method == "gather" else 0)
 
 
+def sum_passes(passes: Iterable[Pass]) -> Pass:
+    return sum(passes, Pass(0.0, 0.0))
+
+
 @dataclass(frozen=True)
 class StepTime:
     """The seconds of one optimizer step, by cause."""
@@ -192,13 +196,14 @@ def compose_step(
     layers. Messages of weights hide behind work that hides no other message; weights outside of blocks are gathered
     before everything else, and their gradients reduced after it."""
     work, waits = rest + sum_passes(blocks), exposed_seconds(method, blocks, traffic, link)
-    hidden = Pass(link.seconds(traffic.forward), link.seconds(traffic.backward)) + waits * -1
+    hidden_forward = link.seconds(traffic.forward) - waits.forward
+    hidden_backward = link.seconds(traffic.backward) - waits.backward
     per_block, alone = count_parameters(cfg)
     weights = 0.0
     if method != "megatron":
         block = weight_traffic(per_block, ranks, sharded, element, reduced)
-        forward = max(link.seconds(block.forward) - (work.forward - hidden.forward), 0.0)
-        backward = max(link.seconds(block.backward) - (work.backward - hidden.backward), 0.0)
+        forward = max(link.seconds(block.forward) - (work.forward - hidden_forward), 0.0)
+        backward = max(link.seconds(block.backward) - (work.backward - hidden_backward), 0.0)
         first = weight_traffic(alone, ranks, sharded, element, reduced)
         weights = cfg.layers * (forward + backward) + link.seconds([*first.forward, *first.backward[-1:]])
     return StepTime(cfg.layers * work.total, outside, cfg.layers * waits.total, weights)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "images": {"data.train": "images.npz", "data.batch_size": 6, "model.preset": "vit-tiny", "data.held_out": 0.25},
 }  # fmt: skip
 PRE = {"model.norm_order": "pre"}
-FUSED = {"": {}, "fused": {"techniques.fused.weights": "fp32"}}
+FUSED: dict[str, dict[str, Any]] = {"": {}, "fused": {"techniques.fused.weights": "fp32"}}
 DROPS: dict[str, dict[str, Any]] = {
     "": {},
     "drop": PRE | {"techniques.layer_drop": True},
     "drop by sample": PRE | {"techniques.layer_drop.gate": "sample"},
 }
-STANDARDS = {"": {}, "standardize": {"techniques.standardize.warmup": 2}}
+STANDARDS: dict[str, dict[str, Any]] = {"": {}, "standardize": {"techniques.standardize.warmup": 2}}
+COMBINED = (FUSED, DROPS, STANDARDS)
 MORE: dict[str, dict[str, Any]] = {
     "bf16": {"train.precision": "bf16"},
     "bf16 split": {"train.precision": "bf16", "techniques.fused.weights": "split"},
@@ -77,11 +79,9 @@ DISTRIBUTED: dict[str, dict[str, Any]] = {
 def list_cases(device: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """A name, a recipe and what is set in it."""
     for recipe in RECIPES:
-        for fused, of_fused in FUSED.items():
-            for drop, of_drop in DROPS.items():
-                for standard, of_standard in STANDARDS.items():
-                    name = " + ".join(filter(None, [fused, drop, standard])) or "plain"
-                    yield f"{recipe}: {name}", recipe, of_fused | of_drop | of_standard
+        for (fused, of_fused), (drop, of_drop), (standard, of_standard) in product(*map(dict.items, COMBINED)):
+            name = " + ".join(filter(None, [fused, drop, standard])) or "plain"
+            yield f"{recipe}: {name}", recipe, of_fused | of_drop | of_standard
         for name, options in MORE.items():
             yield f"{recipe}: {name}", recipe, options
 

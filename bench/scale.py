@@ -6,9 +6,9 @@ check_scale.py compares such predictions with real processes.
 
 Timed on this device, each shape once and then used for every method and link that needs it: a layer without attention
 (s / P tokens, or all tokens of 1 / P of its weights), attention in the parts in which a rank of the real thing does it
-(parallel/partial.py), what is outside of layers, and the update. bench/share.py has the share, stretto/costs.py the
-messages, bench/rank_costs.py how all of it adds up to a step: weights sharded over all ranks (FSDP), K/V gathered again
-in the backward pass, one sequence per step.
+(parallel/partial.py), what is outside of layers, and the update. bench/share.py has the share,
+parallel/sequence_costs.py the messages, bench/rank_costs.py how all of it adds up to a step: weights sharded over all
+ranks (FSDP), K/V gathered again in the backward pass, one sequence per step.
 
 A shape that would take too long is timed in part (fewer heads, fewer rows) and scaled: its speed is marked *. Times are
 the device's: a step that this machine's host could not launch so fast, kernel by kernel, is marked h. Memory is marked
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from bench.rank_costs import (
     find_obstacle,
     layer_traffic,
     rank_memory,
+    sum_passes,
 )
 from bench.share import Way
 from stretto.attention import attend
@@ -49,7 +51,6 @@ from stretto.batch import Counts, Sequences, dense_layout
 from stretto.bench.contest import describe_run
 from stretto.bench.measure import Clock
 from stretto.config import ModelConfig, build_config
-from stretto.costs import NETWORK, NVLINK, Pass, sum_passes
 from stretto.flops import training_flops
 from stretto.model import Embedding, build_norm
 from stretto.ops.cross_entropy import linear_cross_entropy
@@ -60,6 +61,7 @@ from stretto.parallel.partial import Scores, attend_part, backward_part, merge
 from stretto.parallel.reach import Reach
 from stretto.parallel.ring import Ring
 from stretto.parallel.sequence import Segment
+from stretto.parallel.sequence_costs import NETWORK, NVLINK, Link, Pass
 from stretto.parallel.ulysses import Ulysses
 from stretto.techniques.fused import FusedEmbedding, norm_parts
 
@@ -71,7 +73,7 @@ WAYS = {
     "ulysses": Way("ulysses"),
     "megatron": Way("megatron"),
 }
-UNDIVIDED = "megatron, undivided"
+UNDIVIDED, UNREAL = "megatron, undivided", " if heads allowed it"
 REPEATS = 3
 GIB = 2**30
 CYCLES = 2e9  # of a GPU in a second, about
@@ -115,7 +117,8 @@ class Timed:
 
     def times(self, factor: float) -> Timed:
         """Scales to a shape that is `factor` times as large and needs no more launches."""
-        return replace(self, seconds=self.seconds * factor, scaled=factor != 1)
+        seconds = Pass(factor * self.seconds.forward, factor * self.seconds.backward)
+        return replace(self, seconds=seconds, scaled=factor != 1)
 
 
 @dataclass(frozen=True)
@@ -328,30 +331,25 @@ def compose_rows(
         gathered = (2 * per_block + alone) * 2 if ranks > 1 else 0  # FSDP's, as in rank_memory
         memory = replace(memory, activations=cfg.layers * kept, gathered=0, working=peak - kept + gathered)
     useful = training_flops(cfg, Counts(tokens, tokens, tokens, tokens**2))
-    rows = []
-    for link in LINKS:
-        passes = [block.seconds for block in blocks]
+    passes = [block.seconds for block in blocks]
+
+    def compose(link: Link) -> Row:
         step = compose_step(cfg, method, ranks, link, rest.seconds, passes, seconds, traffic)
-        rows.append(
-            Row(
-                table,
-                model,
-                way,
-                tokens,
-                ranks,
-                link.name,
-                tokens_per_s=tokens / ranks / step.total,
-                tflops=useful / ranks / step.total / 1e12,
-                step_s=step.total,
-                waits=(step.waits + step.weights) / step.total,
-                attention=cfg.layers * sum_passes(passes).total / step.total,
-                host_s=cfg.layers * sum(timed.host for timed in (rest, *blocks)) + outside.host,
-                memory_gib=memory.total / GIB,
-                memory_measured=measured is not None,
-                scaled=any(timed.scaled for timed in (rest, outside, *blocks)),
-            )
+        case = (table, model, way, tokens, ranks, link.name)
+        return Row(
+            *case,
+            tokens_per_s=tokens / ranks / step.total,
+            tflops=useful / ranks / step.total / 1e12,
+            step_s=step.total,
+            waits=(step.waits + step.weights) / step.total,
+            attention=cfg.layers * sum_passes(passes).total / step.total,
+            host_s=cfg.layers * sum(timed.host for timed in (rest, *blocks)) + outside.host,
+            memory_gib=memory.total / GIB,
+            memory_measured=measured is not None,
+            scaled=any(timed.scaled for timed in (rest, outside, *blocks)),
         )
-    return rows
+
+    return [compose(link) for link in LINKS]
 
 
 def simulate_undivided(meter: Meter, table: str, model: str, way: str, ranks: int, tokens: int) -> list[Row]:
@@ -371,24 +369,14 @@ def run_grid(meter: Meter, known: Sequence[Row], console: Console) -> Iterator[l
     grid = meter.grid
     tokens, strong, most = grid.paper
     first = next(iter(grid.models))  # its size is not known; a small GPT it was
-    jobs = [
-        ("paper", first, way, ranks, tokens) for ranks in strong for way in ("gather", "gather, contiguous", "ring")
-    ]
+    ways = ("gather", "gather, contiguous", "ring")
+    jobs = [("paper", first, way, ranks, tokens) for ranks, way in product(strong, ways)]
     jobs += [("paper", first, "megatron", most, tokens), ("paper", first, UNDIVIDED, strong[-1], tokens)]
     jobs += [("paper, weak", first, "gather", ranks, tokens // strong[-1] * ranks) for ranks in strong]
-    jobs += [
-        ("weak", model, way, ranks, ranks * grid.own)
-        for model in grid.models
-        for ranks in grid.weak_ranks
-        for way in WAYS
-    ]
-    jobs += [
-        ("strong", model, way, ranks, tokens)
-        for model in grid.models
-        for tokens in grid.lengths
-        for ranks in grid.ranks
-        for way in WAYS
-    ]
+    weak = product(grid.models, grid.weak_ranks, WAYS)
+    jobs += [("weak", model, way, ranks, ranks * grid.own) for model, ranks, way in weak]
+    everything = product(grid.models, grid.lengths, grid.ranks, WAYS)
+    jobs += [("strong", model, way, ranks, tokens) for model, tokens, ranks, way in everything]
     done = {(row.table, row.model, row.way, row.ranks, row.tokens) for row in known}
     left = [job for job in jobs if job not in done]
     for job in track(left, "one rank's share", console=console, transient=True, disable=not console.is_terminal):
@@ -426,20 +414,12 @@ def show_classic(grid: Grid) -> str:
     """The paper's case as memory was before FlashAttention: by formula alone."""
     tokens, strong, most = grid.paper
     name, cfg = next(iter(grid.models.items()))
-    ways = {
-        f"gather, {strong[-1]} ranks": classic_activation_bytes(cfg, "gather", strong[-1], tokens),
-        f"megatron, {most} ranks": classic_activation_bytes(cfg, "megatron", most, tokens),
-        f"megatron, {strong[-1]} ranks if heads allowed it": classic_activation_bytes(
-            cfg, "megatron", strong[-1], tokens
-        ),
-    }
     lines = [f"### {name}, {tokens:,} tokens: activations of one layer without fused attention, by formula", ""]
-    rows = [
-        line(["way", "GiB"]),
-        line(["---", "---:"]),
-        *(line([way, f"{size / GIB:.2f}"]) for way, size in ways.items()),
-    ]
-    return "\n".join(lines + rows)
+    lines += [line(["way", "GiB"]), line(["---", "---:"])]
+    for method, ranks, note in (("gather", strong[-1], ""), ("megatron", most, ""), ("megatron", strong[-1], UNREAL)):
+        size = classic_activation_bytes(cfg, method, ranks, tokens)
+        lines.append(line([f"{method}, {ranks} ranks{note}", f"{size / GIB:.2f}"]))
+    return "\n".join(lines)
 
 
 def marks(row: Row) -> str:
@@ -472,12 +452,8 @@ def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
         ):
             for way, colour in colours.items():
                 for link, style in styles.items():
-                    picked = [
-                        row
-                        for row in mine
-                        if (row.table, row.way, row.link) == (table, way, link)
-                        and (table == "weak" or row.tokens == long)
-                    ]
+                    picked = [row for row in mine if (row.table, row.way, row.link) == (table, way, link)]
+                    picked = [row for row in picked if table == "weak" or row.tokens == long]
                     label = f"{way}; {link}" if style == "-" else None
                     axes.plot([r.ranks for r in picked], [getattr(r, column) for r in picked], style, marker=".",
                               color=colour, label=label)  # fmt: skip
@@ -485,16 +461,10 @@ def draw(path: Path, rows: Sequence[Row], grid: Grid, note: str) -> None:
             axes.set_xscale("log", base=2)
             axes.set_title(title, fontsize=10)
         for i, ranks in enumerate(grid.ranks):
-            picked = [
-                r for r in mine if (r.table, r.way, r.ranks, r.link) == ("strong", "gather", ranks, LINKS[0].name)
-            ]
-            memory.plot(
-                [r.tokens for r in picked],
-                [r.memory_gib for r in picked],
-                marker=".",
-                color=f"C{i}",
-                label=f"{ranks}",
-            )
+            case = ("strong", "gather", ranks, LINKS[0].name)
+            picked = [r for r in mine if (r.table, r.way, r.ranks, r.link) == case]
+            sizes = [r.memory_gib for r in picked]
+            memory.plot([r.tokens for r in picked], sizes, marker=".", color=f"C{i}", label=f"{ranks}")
         memory.set(xlabel="tokens", xscale="log", yscale="log")
         memory.set_title(f"{model}, gather: GiB of each rank", fontsize=10)
         strong.legend(fontsize=8, title=f"dashed: {LINKS[1].name}")

@@ -49,7 +49,7 @@ def whole_group() -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Way:
-    """How a sequence is split: by one of costs.METHODS, or megatron."""
+    """How a sequence is split: by one of sequence_costs.METHODS, or megatron."""
 
     method: str
     layout: Literal["contiguous", "zigzag"] = "contiguous"

@@ -37,6 +37,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.curves import Curve, Result, Row, compare, draw_curves, make_tables, read_curve
+from stretto import files
+from stretto.bench.contest import say
 from stretto.config import (
     Config,
     LayerDropConfig,
@@ -48,7 +50,6 @@ from stretto.config import (
 )
 from stretto.data import Data, open_data
 from stretto.errors import ConfigError, Preempted, StrettoError
-from stretto.files import replacing
 from stretto.flops import training_flops
 from stretto.mesh import Mesh
 from stretto.model import build_model, sites
@@ -300,8 +301,10 @@ def run_studies(studies: Sequence[Study], out: Path) -> None:
     # A seed of all recipes before the next seed: whenever it is stopped, whole comparisons are there.
     jobs = sorted(((study, job) for study in studies for job in study.jobs), key=lambda pair: pair[1].seed)
     left = [(study, job) for study, job in jobs if (job.variant, job.seed) not in study.results]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    hidden = not console.is_terminal
     try:
-        with _progress(console) as bar:
+        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden) as bar:
             task = bar.add_task("", total=len(jobs), completed=len(jobs) - len(left))
             for number, (study, job) in enumerate(left, len(jobs) - len(left) + 1):
                 name = f"{study.recipe}, seed {job.seed}, {job.variant}"
@@ -315,15 +318,6 @@ def run_studies(studies: Sequence[Study], out: Path) -> None:
         print("\n".join(map(to_markdown, studies)))
         draw_curves(out / "time_to_loss.png", {study.recipe: study.curves() for study in studies})
         say(console, f"{out}: time_to_loss.json has the curves, .md these tables, .png the chart")
-
-
-def say(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
 
 
 def run_job(job: Job) -> Result:
@@ -344,8 +338,7 @@ def run_job(job: Job) -> Result:
     wall_s = time.perf_counter() - begin
     result = {"config": dump_config(job.config), "layers": job.config.model.layers, "wall_s": wall_s}
     result |= read_curve(read_events(job.folder))
-    with replacing(job.folder / RESULT) as file:
-        file.write(json.dumps(result).encode())
+    files.write_text(job.folder / RESULT, json.dumps(result))
     return result
 
 
@@ -380,10 +373,8 @@ def save(out: Path, studies: Sequence[Study]) -> None:
             for study in studies
         },
     }
-    with replacing(out / "time_to_loss.json") as file:
-        file.write(json.dumps(tree, indent=1).encode())
-    with replacing(out / "time_to_loss.md") as file:
-        file.write("\n".join(map(to_markdown, studies)).encode())
+    files.write_text(out / "time_to_loss.json", json.dumps(tree, indent=1))
+    files.write_text(out / "time_to_loss.md", "\n".join(map(to_markdown, studies)))
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ LEAST = 8  # of anything
 
 
 def to_bucket(batch: Batch) -> Batch:
-    """On the CPU, before a batch moves to its device."""
+    """Rounds a batch up, on the CPU, before the batch moves to its device."""
     if not _sides(batch) or any(side.layout.dense for side in _sides(batch)):
         return batch
     batch = _longest_first(batch)
@@ -52,7 +52,7 @@ def round_to_bucket(count: int, parts: int = PARTS) -> int:
 
 
 def size_of_bucket(count: int, parts: int = PARTS) -> int:
-    """The size of the steps that a count is rounded up in: less than one step is added."""
+    """Returns the size of the steps that a count is rounded up in: less than one step is added."""
     return max(2 ** (max(count, 1).bit_length() - 1) // parts, LEAST)
 
 
@@ -77,7 +77,7 @@ def _longest_first(batch: Batch) -> Batch:
 
 
 def _reorder(side: Sequences, order: Tensor) -> tuple[Sequences, Tensor]:
-    """The sequences in another order, and which token came from where."""
+    """Puts the sequences in another order, and returns which token came from where."""
     begins, lengths = side.layout.offsets[:-1][order], side.layout.offsets.diff()[order]
     offsets = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     came_from = torch.repeat_interleave(begins - offsets[:-1], lengths) + torch.arange(len(side.ids))
@@ -87,7 +87,7 @@ def _reorder(side: Sequences, order: Tensor) -> tuple[Sequences, Tensor]:
 
 
 def _find_fillers(side: Sequences) -> list[int]:
-    """The lengths of the filler sequences: none is longer than the longest real one, so positions stay known ones."""
+    """Returns the lengths of the filler sequences: none is longer than the longest real one, so positions are known."""
     longest, count = max(int(side.layout.offsets.diff().max()), 1), round_to_bucket(len(side.ids)) - len(side.ids)
     return [longest] * (count // longest) + [count % longest] * (count % longest > 0)
 

@@ -58,21 +58,28 @@ class Snapshot:
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Snapshot:
-    """Every process must call it: sharded tensors are gathered."""
+    """Takes the state of a run. Every process must call this function: sharded tensors are gathered."""
     exact = optimizer.weight if isinstance(optimizer, FlatAdamW) else Tensor.detach
     weights = {name: take(exact(value)) for name, value in model.state_dict(keep_vars=True).items()}
     moments = {}
-    for name, parameter in _trained_parameters(model, optimizer).items():
-        entries = optimizer.state.get(parameter, {})
-        for key in MOMENTS:  # torch's AdamW has none of a parameter that never had a gradient: it begins with zeros
-            shape = () if key == "step" else parameter.shape
-            moments[f"{key}/{name}"] = take(entries[key]) if key in entries else torch.zeros(shape)
+    for name, (parameter, key, shape) in _find_moments(model, optimizer).items():
+        # Torch's AdamW has no moments of a parameter that never had a gradient: they begin with zeros.
+        known = optimizer.state.get(parameter, {}).get(key)
+        moments[name] = torch.zeros(shape) if known is None else take(known)
     return Snapshot(weights, moments, state)
 
 
-def _trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def _find_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, tuple[nn.Parameter, str, torch.Size]]:
+    """Returns the parameter, the key in its state and the shape of all moments, by name in optimizer.safetensors."""
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    return {name: parameter for name, parameter in model.named_parameters() if parameter in trained}
+    return {
+        f"{key}/{name}": (parameter, key, torch.Size() if key == "step" else parameter.shape)
+        for name, parameter in model.named_parameters()
+        for key in MOMENTS
+        if parameter in trained
+    }
 
 
 def save(folder: Path, shot: Snapshot, keep: int) -> Path:
@@ -115,23 +122,22 @@ def _write(draft: Path, shot: Snapshot) -> None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Why this checkpoint must not be loaded; None if it is whole. A `CheckpointError` says that it cannot be read, or
-    that it is another step's than its name says."""
+    """Says why this checkpoint must not be loaded; None if it is whole. A `CheckpointError` says that the checkpoint
+    cannot be read, or that it is another step's than its name says."""
     return _read_patiently(checkpoint, _find_damage)
 
 
 def _read_patiently(checkpoint: Path, read: Callable[[Path], Result]) -> Result:
-    for pause in PAUSES_S:
+    pauses = iter(PAUSES_S)
+    while True:
         try:
             return read(checkpoint)
-        except OSError:
+        except OSError as error:
+            if (pause := next(pauses, None)) is None:
+                raise CheckpointError(
+                    f"{checkpoint} cannot be read, though it may be whole ({error}): try again later, or move it away"
+                ) from error
             time.sleep(pause)
-    try:
-        return read(checkpoint)
-    except OSError as error:
-        raise CheckpointError(
-            f"{checkpoint} cannot be read, though it may be whole ({error}): try again later, or move it away"
-        ) from error
 
 
 def _find_damage(checkpoint: Path) -> str | None:
@@ -154,7 +160,7 @@ def _find_damage(checkpoint: Path) -> str | None:
 
 
 def steps(folder: Path) -> list[int]:
-    """The published steps, newest first."""
+    """Lists the published steps, newest first."""
     try:
         names = [_NAME.fullmatch(name) for name in os.listdir(folder)]
     except FileNotFoundError:
@@ -165,7 +171,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def find_newest(folder: Path, say: Callable[[str], object] = tell) -> int | None:
-    """The newest step that verifies; damaged ones are named and passed over."""
+    """Finds the newest step that verifies; damaged checkpoints are named and passed over."""
     for step in steps(folder):
         damage = find_damage(folder / f"step-{step:08d}")
         if damage is None:
@@ -175,7 +181,7 @@ def find_newest(folder: Path, say: Callable[[str], object] = tell) -> int | None
 
 
 def find_best(folder: Path, say: Callable[[str], object] = tell) -> int | None:
-    """The step that evaluated best, by the word of the newest checkpoint; the newest itself where that is gone."""
+    """Finds the step that evaluated best, as the newest checkpoint says; the newest step where that one is gone."""
     newest = find_newest(folder, say)
     if newest is None:
         return None
@@ -201,7 +207,7 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def restore_weights(model: nn.Module, shot: Snapshot, write: Write = put) -> None:
-    """`write` puts a whole fp32 value into a parameter; while training, the optimizer knows how."""
+    """Loads the weights. `write` puts a whole fp32 value into a parameter; in training, the optimizer knows how."""
     current = model.state_dict(keep_vars=True)
     _check_shapes("model", {name: value.shape for name, value in current.items()}, shot.weights)
     for name, value in current.items():
@@ -221,20 +227,14 @@ def _check_shapes(kind: str, expected: dict[str, torch.Size], found: dict[str, T
 
 
 def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Snapshot) -> None:
-    parameters = _trained_parameters(model, optimizer)
-    shapes = {
-        f"{key}/{name}": torch.Size() if key == "step" else parameter.shape
-        for name, parameter in parameters.items()
-        for key in MOMENTS
-    }
-    _check_shapes("optimizer", shapes, shot.moments)
-    for entry, value in shot.moments.items():
-        key, _, name = entry.partition("/")
-        parameter, state = parameters[name], optimizer.state[parameters[name]]
+    entries = _find_moments(model, optimizer)
+    _check_shapes("optimizer", {name: shape for name, (*_, shape) in entries.items()}, shot.moments)
+    for name, (parameter, key, _) in entries.items():
+        state = optimizer.state[parameter]
         if key not in state:  # torch's AdamW makes its state in its first step
             like = parameter if key != "step" else torch.zeros((), device=parameter.device)
             state[key] = torch.empty_like(like, requires_grad=False)
-        put(state[key], value)
+        put(state[key], shot.moments[name])
 
 
 def _retire(folder: Path, step: int, keep: int, best_step: int) -> None:

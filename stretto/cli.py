@@ -114,19 +114,11 @@ def bench(
             "Hugging Face's model as it is; '': nobody"
         ),
     ] = "hf,plain,eager,compile,graphs",
-    kernels: Annotated[
-        bool, typer.Option("--kernels", help="single operations instead, all or these; takes --out alone")
-    ] = False,
     out: Annotated[Path, typer.Option(help="where numbers, chart and logs go")] = Path("runs/bench"),
     steps: Annotated[int, typer.Option(min=1, help="to time, after warm-up")] = 40,
     override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
 ) -> None:
-    """Time training steps next to Hugging Face's, or kernels next to torch's, on this machine."""
-    if kernels:
-        from stretto.bench.kernels import run_kernels
-
-        run_kernels(workloads or [], out)
-        return
+    """Time training steps next to Hugging Face's, on this machine."""
     from stretto.bench.workloads import WORKLOADS, find_workloads
 
     if not workloads:
@@ -161,15 +153,15 @@ def main() -> None:
 
 
 def _replace_closed_streams() -> None:
-    """A command started with `>&-` has no stdout at all."""
+    """Gives a command that was started with `>&-`, and has no stdout at all, one that goes nowhere."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
 def _drop_unwritten_output() -> None:
-    """What could not be written, since the reader is gone or the disk is full, would fail again when Python ends, and
-    change the exit code."""
+    """Drops what could not be written, since the reader is gone or the disk is full: it would fail again when Python
+    ends, and change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -45,12 +45,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def open_new(path: Path) -> int:
-    """A handle of a file that was not there: no file and no link of that name is taken."""
+    """Opens a file that was not there: no file and no link of that name is taken."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def open_in_place(path: Path) -> int:
-    """A handle to append to a file, made if it is not there; an `OSError` where a link has its name."""
+    """Opens a file to append to, made if it is not there; an `OSError` where a link has its name."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -64,7 +64,7 @@ def sync(path: Path) -> None:
 
 
 def refuse_links(run: Path) -> None:
-    """A `CheckpointError` if anything that a run writes to is a link. The run folder itself may be one."""
+    """Raises a `CheckpointError` if anything that a run writes to is a link. The run folder itself may be one."""
     inside = (
         Path(folder) / name
         for top in RUN_FOLDERS

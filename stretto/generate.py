@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from stretto.batch import Batch, Counts, Sequences, dense_layout
+from stretto.batch import Batch, Counts
+from stretto.batch import pack as move
 from stretto.data import Tokenizer, read_image
-from stretto.data.files import open_text
+from stretto.data.documents import open_text
 from stretto.data.images import SUFFIXES
+from stretto.data.packing import pad
+from stretto.data.pairs import cut_batches
 from stretto.errors import DataError
 from stretto.model import Decoder, EncoderDecoder, VisionTransformer
 from stretto.trained import Trained
@@ -24,7 +29,7 @@ from stretto.trained import Trained
 def sample(
     trained: Trained, prompt: str, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, seed: int = 0
 ) -> str:
-    """The prompt and what the language model writes after it. Temperature 0 always takes the likeliest token."""
+    """Returns the prompt and what the language model writes after it. Temperature 0 takes the likeliest token."""
     model, tokenizer = trained.model, _tokenizer(trained)
     assert isinstance(model, Decoder)
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
@@ -57,9 +62,10 @@ def translate(trained: Trained, sentences: Sequence[str], beam: int = 4, max_tok
     if too_long := sum(len(ids) > limit for ids in encoded):
         print(f"stretto: {too_long} sentence(s) cut to model.max_len = {limit + 1} tokens", file=sys.stderr)
     encoded = [[*ids[:limit], tokenizer.eos] for ids in encoded]
-    out = [""] * len(sentences)
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    batches = list(_batches(order, encoded, max_tokens // beam))
+    out, lengths = [""] * len(sentences), np.array([len(ids) for ids in encoded], np.int64)
+    order = lengths.argsort(kind="stable")
+    cuts = cut_batches(np.stack([lengths[order]] * 2), max_tokens // beam, padded=True)
+    batches = [order[start:end].tolist() for start, end in pairwise(cuts) if start < end]
     for rows in track(batches, "translating", console=Console(stderr=True), disable=not sys.stderr.isatty()):
         found = beam_search(trained, [encoded[i] for i in rows], beam)
         for i, ids in zip(rows, found, strict=True):
@@ -67,29 +73,19 @@ def translate(trained: Trained, sentences: Sequence[str], beam: int = 4, max_tok
     return out
 
 
-def _batches(order: list[int], encoded: list[list[int]], max_tokens: int) -> Iterator[list[int]]:
-    rows: list[int] = []
-    for i in order:  # lengths rise, so the newest is the longest
-        if rows and (len(rows) + 1) * len(encoded[i]) > max_tokens:
-            yield rows
-            rows = []
-        rows.append(i)
-    if rows:
-        yield rows
-
-
 @torch.no_grad()
 def beam_search(trained: Trained, sources: list[list[int]], beam: int) -> list[list[int]]:
-    """For each source the hypothesis with the best log probability per token.
+    """Finds for each source the hypothesis with the best log probability per token.
 
     Each step looks at the 2 * beam best continuations: at most beam of them end here, so beam are left to go on. A
     source is done when it has `beam` finished hypotheses or runs out of room.
     """
     model, tokenizer, device = trained.model, _tokenizer(trained), trained.device
     assert isinstance(model, EncoderDecoder)
-    num, longest = len(sources), max(map(len, sources))
-    cache = model.start(_pad_sources(sources, tokenizer.pad, device), copies=beam)
-    limit = min(model.cfg.max_len, 2 * longest + 10)
+    num, lengths = len(sources), np.array([len(source) for source in sources])
+    padded = pad(np.concatenate(sources), lengths, int(lengths.max()), tokenizer.pad)
+    cache = model.start(move(padded, device), copies=beam)
+    limit = min(model.cfg.max_len, 2 * int(lengths.max()) + 10)
     forbidden = _forbidden(tokenizer, model.cfg.vocab).to(device)
 
     score = torch.full((num, beam), -torch.inf, device=device)
@@ -127,17 +123,9 @@ def beam_search(trained: Trained, sources: list[list[int]], beam: int) -> list[l
     return [row[: row.index(tokenizer.eos)] if tokenizer.eos in row else row for row in best_ids.tolist()]
 
 
-def _pad_sources(sources: list[list[int]], pad: int, device: torch.device) -> Sequences:
-    lengths = torch.tensor([len(source) for source in sources], dtype=torch.int32, device=device)
-    longest = max(map(len, sources))
-    ids = torch.tensor([source + [pad] * (longest - len(source)) for source in sources], device=device)
-    positions = torch.arange(longest, device=device).repeat(len(sources))
-    return Sequences(ids.flatten(), positions, dense_layout(len(sources), longest, lengths, device))
-
-
 @torch.no_grad()
 def classify(trained: Trained, images: Sequence[Path], top: int) -> list[list[tuple[str, float]]]:
-    """For each image the likeliest labels with their probabilities."""
+    """Returns for each image the likeliest labels with their probabilities."""
     model = trained.model
     assert isinstance(model, VisionTransformer)
     pixels = torch.stack([read_image(path, model.cfg.image_size) for path in images]).to(trained.device)
@@ -151,7 +139,7 @@ def classify(trained: Trained, images: Sequence[Path], top: int) -> list[list[tu
 
 
 def _forbidden(tokenizer: Tokenizer, vocab: int) -> Tensor:
-    """Minus infinity for ids that are neither text nor the end: other specials, and those beyond the tokenizer."""
+    """Returns [vocab]: minus infinity for special tokens but the end and for ids beyond the tokenizer, else 0."""
     penalty = torch.zeros(vocab)
     penalty[tokenizer.size :] = -torch.inf
     penalty[[special for special in tokenizer.special_ids if special != tokenizer.eos]] = -torch.inf
@@ -164,22 +152,17 @@ def _tokenizer(trained: Trained) -> Tokenizer:
 
 
 def produce(
-    trained: Trained,
-    prompt: str,
-    source: Path | None,
-    max_new: int,
-    temperature: float,
-    top_k: int,
-    beam: int,
+    trained: Trained, prompt: str, source: Path | None, max_new: int, temperature: float, top_k: int, beam: int,
     seed: int,
-) -> Iterator[str]:
-    """What `stretto generate` prints, for whatever kind of model the run has."""
+) -> Iterator[str]:  # fmt: skip
+    """Yields what `stretto generate` prints, for whatever kind of model the run has."""
     kind = trained.config.data.task
     if kind == "masked":
         raise DataError("a masked language model does not generate: use a causal or translation run")
     if kind == "images":
         images, size = _list_images(source), trained.config.data.batch_size
-        for batch in (images[i : i + size] for i in range(0, len(images), size)):
+        for i in range(0, len(images), size):
+            batch = images[i : i + size]
             for path, labels in zip(batch, classify(trained, batch, top_k or 5), strict=True):
                 yield f"{path.name}: " + ", ".join(f"{label} {share:.1%}" for label, share in labels)
         return

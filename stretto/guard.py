@@ -31,7 +31,7 @@ class Guard:
         self.streak.fill_(state["streak"])
 
     def judge(self, grad_norm: Tensor) -> Tensor:
-        """1.0 if the update must be cancelled, else 0.0; a tensor on the device."""
+        """Returns a tensor on the device: 1.0 if the update must be cancelled, else 0.0."""
         bad = (~torch.isfinite(grad_norm)).float()
         # In place: a recorded step finds these tensors where they were.
         self.cancelled += bad
@@ -40,7 +40,7 @@ class Guard:
         return bad
 
     def check(self, step: int) -> int:
-        """The number of cancelled updates; an error if too many came in a row. The host waits for the device here."""
+        """Counts cancelled updates; an error if too many came in a row. The host waits for the device here."""
         cancelled, worst = torch.stack([self.cancelled, self.worst]).tolist()
         self.worst.copy_(self.streak)
         if worst > self.limit:

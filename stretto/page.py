@@ -96,23 +96,21 @@ def write_report(folder: Path, device: torch.device) -> Path:
 
 def write_page(folder: Path, config_text: str, sample: str = "") -> Path:
     """Writes folder/report.html from its events, at any moment of a run, and says where it is."""
-    events = _read_events(folder)
+    try:
+        events = read_events(folder)
+    except OSError as error:
+        tell(f"warning: the report has no curves, since the events cannot be read: {error}")
+        events = []
+    lines = [event for event in events if math.isfinite(_number(event, "step"))]
+    training, evaluations = ([e for e in lines if ("eval_loss" in e) == kind] for kind in (False, True))
     page = TEMPLATE.substitute(
         title=escape(folder.resolve().name),
-        headline=_headline(events),
-        pictures="\n".join(_pictures(events)),
-        sections="\n".join(_sections(events, config_text, sample)),
+        headline=_headline(events, training, evaluations),
+        pictures="\n".join(_pictures(training, evaluations)),
+        sections="\n".join(_sections(events, evaluations, config_text, sample)),
     )
     write_text(folder / PAGE, page)
     return folder / PAGE
-
-
-def _read_events(folder: Path) -> list[Event]:
-    try:
-        return read_events(folder)
-    except OSError as error:
-        tell(f"warning: the report has no curves, since the events cannot be read: {error}")
-        return []
 
 
 def _number(event: Event, key: str) -> float:
@@ -127,13 +125,8 @@ def _finite(events: Iterable[Event], key: str) -> list[float]:
     return [value for event in events if math.isfinite(value := _number(event, key))]
 
 
-def _lines(events: Sequence[Event], evaluation: bool) -> list[Event]:
-    """The lines of training steps, or of evaluations."""
-    return [e for e in events if ("eval_loss" in e) == evaluation and math.isfinite(_number(e, "step"))]
-
-
 def _wall_time(events: Sequence[Event]) -> float:
-    """Seconds at work: the sum over starts, without the pauses between them."""
+    """Returns the seconds at work: the sum over starts, without the pauses between them."""
     spans: list[list[float]] = [[]]
     for event in events:
         if "environment" in event:
@@ -142,9 +135,8 @@ def _wall_time(events: Sequence[Event]) -> float:
     return sum(max(span) - min(span) for span in spans if span)
 
 
-def _headline(events: Sequence[Event]) -> str:
-    """The row of numbers at the top; one that the run does not have is left out."""
-    training, evaluations = _lines(events, evaluation=False), _lines(events, evaluation=True)
+def _headline(events: Sequence[Event], training: list[Event], evaluations: list[Event]) -> str:
+    """Makes the row of numbers at the top, without numbers that the run does not have."""
     tiles: list[tuple[str, str, str]] = []
     if losses := [_number(event, "loss") for event in training if "loss" in event]:
         odd = len(losses) - len(_finite(training, "loss"))
@@ -168,7 +160,7 @@ def _headline(events: Sequence[Event]) -> str:
 
 
 def _show(value: Any) -> str:
-    """A value for a reader, escaped: numbers to about four digits, anything else as its text."""
+    """Writes a value for a reader, escaped: numbers to about four digits, anything else as its text."""
     if isinstance(value, float):
         size = abs(value)
         return f"{value:,.4f}" if 0.01 <= size < 100 else f"{value:,.1f}" if 100 <= size < 1e7 else f"{value:.4g}"
@@ -176,7 +168,7 @@ def _show(value: Any) -> str:
 
 
 def _short(value: float) -> str:
-    """A number for an axis: 25k, 1.5M, 0.25, 3e-4."""
+    """Writes a number for an axis: 25k, 1.5M, 0.25, 3e-4."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if size <= abs(value) < 1e15:
             return f"{value / size:.4g}{unit}"
@@ -184,7 +176,7 @@ def _short(value: float) -> str:
 
 
 def _curve(lines: Sequence[Event], key: str, most: int = MOST_POINTS) -> Curve:
-    """Steps and values, at most `most` points: the ends, and the lowest and highest of even stretches between them."""
+    """Returns steps and values of at most `most` points: the ends, and the extremes of even stretches between them."""
     points = [(_number(line, "step"), _number(line, key)) for line in lines if key in line]
     if len(points) > most:
         stretches, inner = (most - 2) // 2, points[1:-1]
@@ -197,8 +189,7 @@ def _curve(lines: Sequence[Event], key: str, most: int = MOST_POINTS) -> Curve:
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _pictures(events: Sequence[Event]) -> list[str]:
-    training, evaluations = _lines(events, evaluation=False), _lines(events, evaluation=True)
+def _pictures(training: list[Event], evaluations: list[Event]) -> list[str]:
     end = max(_finite(training + evaluations, "step"), default=1.0)
     return [
         _picture("Loss", "loss", end, _curve(training, "loss"), _curve(evaluations, "eval_loss")),
@@ -209,7 +200,7 @@ def _pictures(events: Sequence[Event]) -> list[str]:
 
 
 def _picture(title: str, unit: str, end: float, train: Curve, evaluation: Curve = ([], [])) -> str:
-    """One chart as a <figure>; all share their size, margins and range of steps, and all but the loss start at 0."""
+    """Draws a chart as a <figure>. All charts have one size and range of steps; all but the loss start at 0."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -237,7 +228,7 @@ def _picture(title: str, unit: str, end: float, train: Curve, evaluation: Curve 
 
 
 def _inline(svg: str, title: str) -> str:
-    """An SVG file as a part of the page: its colours and fonts are the page's, and its ids do not clash."""
+    """Makes an SVG file a part of the page: with the page's colours and fonts, and ids that do not clash."""
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<svg.*?(viewBox=".*?").*?>', rf'<svg \1 role="img" aria-label="{title} over steps">', svg, count=1)
     svg = re.sub(r'(?<=<g) id=".*?"|font-family: [^;"]*; |xlink:(?=href)', "", svg)
@@ -246,8 +237,7 @@ def _inline(svg: str, title: str) -> str:
     return svg
 
 
-def _sections(events: Sequence[Event], config_text: str, sample: str) -> list[str]:
-    evaluations = _lines(events, evaluation=True)
+def _sections(events: Sequence[Event], evaluations: list[Event], config_text: str, sample: str) -> list[str]:
     environments = [e["environment"] for e in events if isinstance(e.get("environment"), dict)]
     parts = [f"<h2>What the model writes</h2>\n<pre>\n{escape(sample)}</pre>"] if sample else []
     if evaluations:

@@ -42,7 +42,7 @@ SHORTEST_BAR, LONGEST_BAR = 10, 40
 
 class Terminal(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end the process."""
+        """Raises an error, where Rich would end the process."""
         raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
 
 
@@ -89,7 +89,12 @@ class Report:
             tell(f"warning: {sink} failed, and is left out from now on; the run does not need it: {error}")
 
     def _open_events(self, resume_at: int) -> None:
-        _forget_after(self.path, resume_at)
+        """Removes the lines of later steps: a run that is resumed does these steps again."""
+        with replacing(self.path) as file:
+            for event in read_events(self.path.parent):
+                step = event.get("step")
+                if not isinstance(step, (int, float)) or step <= resume_at:
+                    file.write(json.dumps(event).encode() + b"\n")
         self.file = open_in_place(self.path)
 
     def _open_board(self, folder: Path, resume_at: int) -> None:
@@ -112,7 +117,9 @@ class Report:
     def event(self, **values: Any) -> None:
         """Writes one line; numbers also go to TensorBoard. A line is on its way to the disk before this returns."""
         if self.file is not None:
-            line = {"time": round(time.time(), 3)} | {key: _as_json(value) for key, value in values.items()}
+            line: dict[str, Any] = {"time": round(time.time(), 3)}
+            for key, value in values.items():  # JSON has no NaN and no infinity
+                line[key] = None if isinstance(value, float) and not math.isfinite(value) else value
             text = json.dumps(line, allow_nan=False) + "\n"
             self.attempt(EVENTS, partial(os.write, self.file, text.encode()))
         if self.board is not None and "step" in values:
@@ -173,7 +180,7 @@ class FittedLine:
 
 
 def choose_pieces(pieces: dict[str, str], width: int) -> set[str]:
-    """The names of those that fit into a line, chosen by importance."""
+    """Chooses the names of the pieces that fit into a line, by importance."""
     chosen, left = set(), width + len(GAP)
     for name in IMPORTANCE:
         if name in pieces and len(pieces[name]) + len(GAP) <= left:
@@ -183,37 +190,12 @@ def choose_pieces(pieces: dict[str, str], width: int) -> set[str]:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All whole lines, and none if there is no file: a crash may tear a line, and a disk may spoil one."""
-    try:
-        lines = (folder / EVENTS).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    return [event for line in lines if (event := _parse(line)) is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """A run resumed from step n does the later steps again: their earlier lines go."""
-    kept = [event for event in read_events(path.parent) if not _is_later(event, step)]
-    with replacing(path) as file:
-        file.writelines(json.dumps(event).encode() + b"\n" for event in kept)
-
-
-def _is_later(event: dict[str, Any], step: int) -> bool:
-    own = event.get("step")
-    return isinstance(own, (int, float)) and own > step
-
-
-def _as_json(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Reads all whole lines, and none if there is no file: a crash may tear a line, and a disk may spoil one."""
+    path, events = folder / EVENTS, []
+    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+        with suppress(ValueError, RecursionError):
+            events.append(json.loads(line))
+    return [event for event in events if isinstance(event, dict)]
 
 
 def _clock(seconds: float) -> str:
@@ -236,12 +218,12 @@ class Meter:
         self.since = time.perf_counter()
 
     def add(self, tokens: int, slots: int, padding: int, flops: int) -> None:
-        """One step; `padding` counts those of the slots, on both sides of a translation, that hold nothing."""
+        """Adds one step; `padding` counts the slots, on both sides of a translation, that hold nothing."""
         self.steps, self.tokens, self.flops = self.steps + 1, self.tokens + tokens, self.flops + flops
         self.slots, self.padding = self.slots + slots, self.padding + padding
 
     def read(self) -> dict[str, float]:
-        """The numbers since the last reading; the caller has just waited for the device."""
+        """Returns the numbers since the last reading; the caller has just waited for the device."""
         seconds = time.perf_counter() - self.since
         values = {
             "tokens_per_s": self.tokens / seconds,
@@ -256,13 +238,13 @@ class Meter:
         return values
 
     def leave_out_recording(self, seconds: float) -> None:
-        """CUDA graphs have so far taken so long to record, once for all later steps."""
+        """Leaves out the recording of CUDA graphs, which has taken these seconds so far, once for all later steps."""
         self.since += seconds - self.recording_seconds
         self.recording_seconds = seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Evaluating and saving do not count."""
+        """Leaves out the time inside: evaluating and saving do not count."""
         begin = time.perf_counter()
         yield
         self.since += time.perf_counter() - begin

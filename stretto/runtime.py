@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -38,6 +39,7 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_S = 5.0  # a control group signals all processes, and torchrun then passes the signal on to its workers
 EXIT = "exit.json"
+LOST = re.compile("Connection closed by peer|Connection reset by peer|[Tt]imed out|Read error|Broken pipe")
 
 
 @dataclass
@@ -52,15 +54,12 @@ class Runtime:
         return self.rank == 0
 
     def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
-        """Integers summed over all processes, on the host: the device is not asked and goes on working."""
-        if self.world == 1:
-            return list(values)
-        tensor = torch.tensor(list(values), dtype=torch.int64)
-        dist.all_reduce(tensor)
-        return [int(value) for value in tensor]
+        """Sums integers over all processes, on the host: the device is not asked and goes on working."""
+        total: list[int] = self.sum_tensor(torch.tensor(list(values), dtype=torch.int64)).tolist()
+        return total
 
     def gather_over_ranks(self, values: Sequence[int]) -> list[list[int]]:
-        """The integers of each process, on the host."""
+        """Returns the integers of each process, gathered on the host."""
         size, others = len(values), self.world - 1 - self.rank
         flat = self.sum_over_ranks([0] * size * self.rank + list(values) + [0] * size * others)
         return [flat[i : i + size] for i in range(0, len(flat), size)]
@@ -71,8 +70,7 @@ class Runtime:
         return tensor
 
     def barrier(self) -> None:
-        if self.world > 1:
-            self.sum_over_ranks([0])
+        self.sum_over_ranks([0])
 
 
 @contextmanager
@@ -83,12 +81,14 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         torch.use_deterministic_algorithms(True)
-    runtime = Runtime(
-        choose_device(cfg.device), int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    )
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    runtime = Runtime(choose_device(cfg.device), rank, world)
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
-        _let_memory_grow()
+        # Segments grow instead of new ones beside them, so batches of many shapes share the same memory. Who has set up
+        # torch's allocator keeps that.
+        if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     own_group = runtime.world > 1 and not dist.is_initialized()
     try:
         if own_group:
@@ -109,13 +109,6 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
             dist.destroy_process_group()
 
 
-def _let_memory_grow() -> None:
-    """Segments that grow instead of new ones beside them: batches of many shapes then share the same memory. Who has
-    set up torch's allocator keeps that."""
-    if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
 def choose_device(name: str = "auto") -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
@@ -126,8 +119,8 @@ def choose_device(name: str = "auto") -> torch.device:
 
 @contextmanager
 def _signals(runtime: Runtime) -> Iterator[None]:
-    """A first signal asks the loop to save and stop. The same signal soon after is the same request; later, it ends the
-    process at once."""
+    """Handles signals: the first asks the loop to save and stop. The same signal soon after is the same request; later,
+    it ends the process at once."""
     asked: dict[int, float] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -155,7 +148,7 @@ def _signals(runtime: Runtime) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """A line on stderr. Nobody may be there to read it, and that must stop nothing."""
+    """Prints a line on stderr. Nobody may be there to read it, and that must stop nothing."""
     with suppress(Exception):
         print(f"stretto: {text}", file=sys.stderr, flush=True)
 
@@ -168,7 +161,7 @@ def seed_all(seed: int, *keys: int) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Two runs must not write one folder. The lock goes away with the process, however it ends."""
+    """Holds a lock, since two runs must not write one folder. The lock ends with the process, however that ends."""
     path = folder / "lock"
     try:
         handle = open_in_place(path)
@@ -220,7 +213,7 @@ def _record_exit(path: Path, rank: int, cause: BaseException | None) -> None:
 
 
 def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
-    """The user's words for errors that torch and the system raise; None for those that are bugs."""
+    """Puts errors of torch and of the system into the user's words; None for errors that are bugs."""
     text = str(error)
     if isinstance(error, StrettoError):
         return None
@@ -230,15 +223,7 @@ def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or "No space left on device" in text or "Disk quota exceeded" in text:
         return DiskFullError(f"the disk is full; earlier checkpoints are whole: {text}")
-    lost = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Timed out",
-        "timed out",
-        "Read error",
-        "Broken pipe",
-    )
-    if isinstance(error, dist.DistError) or (dist.is_initialized() and any(word in text for word in lost)):
+    if isinstance(error, dist.DistError) or (dist.is_initialized() and LOST.search(text)):
         return PeerLostError(
             f"another process was lost, or did not answer within run.timeout_s = {timeout_s:g} (raise that if it was "
             f"still preparing data): {text}"
@@ -261,7 +246,7 @@ def describe_environment(runtime: Runtime) -> dict[str, Any]:
 
 
 def peak_flops(device: torch.device) -> float:
-    """The device's matrix rate, for MFU; 0 where it is not known."""
+    """Returns the device's matrix rate in FLOP/s, for MFU; 0 where it is not known."""
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
@@ -269,7 +254,7 @@ def peak_flops(device: torch.device) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory: of the GPU where there is one, else of this process."""
+    """Returns the peak memory of the GPU where there is one, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource

@@ -30,7 +30,7 @@ class Trained:
 
 
 def save_run(folder: Path, config: Config, labels: tuple[str, ...]) -> None:
-    """What `load_trained` needs besides a checkpoint and the tokenizer, which the data has put there."""
+    """Writes what `load_trained` needs besides a checkpoint and the tokenizer, which the data has put there."""
     write_text(folder / "config.toml", dump_config(config))
     write_text(folder / "labels.json", json.dumps(labels))
 
@@ -62,7 +62,7 @@ def _load_labels(path: Path) -> tuple[str, ...]:
 
 
 def write_folded(target: Path, trained: Trained) -> None:
-    """A run folder with this model alone, as a plain model that computes the same."""
+    """Writes a run folder with this model alone, as a plain model that computes the same."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an empty folder: choose another one to export to")
     config = trained.config

@@ -24,7 +24,8 @@ def initialise(model: nn.Module, cfg: ModelConfig, seed: int, write: Write, adju
     """Gives all parameters their first values; `write` puts a whole fp32 value into one, as `put` does. `adjust` may
     change a value, given the name of its parameter."""
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(_key(seed, name))
+        key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
+        generator = torch.Generator().manual_seed(key)
         value = initial_value(cfg, name, parameter.shape, generator)
         write(parameter, value if adjust is None else adjust(name, value))
 
@@ -51,7 +52,7 @@ def _gpt2_std(cfg: ModelConfig, module: str) -> float:
 
 
 def _init_translation(cfg: ModelConfig, value: Tensor, module: str, generator: torch.Generator) -> Tensor:
-    """As fairseq does: Xavier, with the three input projections of attention counted as one matrix."""
+    """Draws as fairseq does: Xavier, with the three input projections of attention counted as one matrix."""
     if module.startswith(("embedding", "target_embedding", "head")):
         return value.normal_(0.0, cfg.width**-0.5, generator=generator)
     if module.endswith(("attention.qkv", "cross.q", "cross.kv")):
@@ -70,11 +71,7 @@ def put(parameter: Tensor, value: Tensor) -> None:
 
 
 def take(tensor: Tensor) -> Tensor:
-    """The whole tensor, on the CPU. Every process must call it, since a sharded tensor is gathered."""
+    """Returns the whole tensor, on the CPU. Every process must call this function: a sharded tensor is gathered."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu().contiguous()
-
-
-def _key(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.config import ModelConfig, build_config
-from stretto.costs import Link
+from stretto.parallel.sequence_costs import Link, Traffic
 
 FAST, SLOW = Link("fast", 450e9, 2e-6), Link("slow", 50e9, 5e-6)
 EQUAL: dict[str, Any] = {"element": 2, "reduced": 2}
@@ -24,6 +24,10 @@ MEASURED = {
     "gpt2_medium": build_config({"model": {"preset": "gpt2-medium", "vocab": 50304, "positions": "rotary"}}).model,
     "llama1b": build_config({"model": {"preset": "llama-1b"}}).model,
 }
+
+
+def count_messages(traffic: Traffic) -> int:
+    return sum(message.count for message in (*traffic.forward, *traffic.backward))
 
 
 def read_measured() -> list[dict[str, str]]:

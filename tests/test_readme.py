@@ -101,7 +101,7 @@ def check(arguments: list[str]) -> None:
     if name == "train":
         recipe = values["recipe"] if values["recipe"] in list_recipes() else "causal-lm"  # another one may say anything
         load_config(find_recipe(recipe), values.get("override", []))
-    if name == "bench" and not values.get("kernels"):
+    if name == "bench":
         find_workloads([workload for workload in values["workloads"] or [] if not PLACEHOLDER.fullmatch(workload)])
 
 

@@ -6,7 +6,5 @@ machine, in one run.
     peers       Hugging Face models: eager, compiled, compiled with CUDA graphs; and by stretto.accelerate
     measure     time, memory, where the time went, and the floor it is compared with
     worker      one contestant on one workload, in a process of its own
-    contest     all of them one after another, whatever happens to any
-    kernels     single operations next to plain torch's
-    show        tables, JSON and the chart
+    contest     all of them one after another, whatever happens to any; tables, JSON and the chart
 """

@@ -1,5 +1,6 @@
-"""All contestants on all workloads, one after another, each in a process of its own. One that fails is reported with
-its reason and the rest go on; Ctrl-C keeps what is finished.
+"""All contestants on all workloads, one after another, each in a process of its own, and their results: a table per
+workload, ratios to the best peer of the same run, JSON and a chart. A contestant that fails is reported with its reason
+and the rest go on; Ctrl-C keeps what is finished.
 
 A contestant is a recipe: the workload's model, what the contestant adds to it, then the overrides. The folder keeps
 it, resolved, next to the log and the numbers.
@@ -10,23 +11,26 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from stretto.bench.peers import MODES
-from stretto.bench.show import Results, describe_result, draw_chart, print_table, say, with_ratios
 from stretto.bench.workloads import WORKLOADS, Workload, fit_to_device
 from stretto.config import PRESETS, Config, TechniquesConfig, build_config, dump_config, load_config
 from stretto.errors import ConfigError, StrettoError
+from stretto.page import EVAL, INK, STYLE, TRAIN
 from stretto.runtime import Runtime, choose_device, describe_environment
 
 LIMIT_S = 1800.0  # a contestant that takes longer is stopped
@@ -34,6 +38,11 @@ FUSED = ("stretto", "stretto hf")
 OFF = {section.name: False for section in fields(TechniquesConfig)}
 LEARNING_RATE = 1e-4  # low enough for every model to stay finite on random data
 TINY = "On a CPU: tiny models and batches instead of the named ones. These numbers say nothing about a GPU."
+
+Result = Mapping[str, Any]  # numbers, or {"failed": reason}, or {"skipped": reason}
+Results = dict[str, dict[str, Result]]  # workload -> contestant -> result
+BREAKDOWN = {"gemm": "GEMM", "attention": "attn", "optimizer": "optim", "rest": "rest", "idle": "idle"}
+CAPTION = "ratio: to the best peer; GEMM to idle: ms a step; floor: its share of the step"
 
 _DATA: dict[str, dict[str, Any]] = {
     "decoder": {"task": "causal"},
@@ -64,7 +73,9 @@ def run_bench(names: Sequence[str], against: Sequence[str], overrides: Sequence[
     console, results, path = Console(highlight=False), Results(), out / "bench.json"
     if facts["note"]:
         say(console, facts["note"])
-    with _progress(console) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    hidden = not console.is_terminal
+    with Progress(SpinnerColumn(), *columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=len(jobs) * len(contestants))
         for name, some in jobs.items():
             results[name] = {}
@@ -82,11 +93,6 @@ def run_bench(names: Sequence[str], against: Sequence[str], overrides: Sequence[
     if not any("tokens_per_s" in result for some in results.values() for result in some.values()):
         raise StrettoError(f"no contestant finished; their logs are in {out}")
     return path
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(SpinnerColumn(), *columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def choose_contestants(against: Sequence[str]) -> list[str]:
@@ -152,19 +158,14 @@ def run_job(job: Job, steps: int) -> dict[str, Any]:
     recipe, log, result = (job.stem.with_suffix(suffix) for suffix in (".toml", ".log", ".json"))
     result.unlink(missing_ok=True)
     arguments = [job.workload, job.contestant, str(steps), str(recipe), str(result)]
+    command = [sys.executable, "-m", "stretto.bench.worker", *arguments]
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "stretto.bench.worker", *arguments], stdout=file, stderr=subprocess.STDOUT
-        )
         try:
-            code = process.wait(LIMIT_S)
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             return {"failed": f"not done after {LIMIT_S:.0f} s; see {log}"}
-        finally:
-            process.kill()  # does nothing to one that has ended
-            process.wait()
     if not result.exists():
-        return {"failed": f"the process ended with code {code}; see {log}"}
+        return {"failed": f"the process ended with code {done.returncode}; see {log}"}
     numbers: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return numbers
 
@@ -190,12 +191,83 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Returns the commit of this code, if it is a checkout."""
+    """Returns the commit of this code, if this code is a checkout and git is installed."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or not shutil.which("git"):
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+
+def with_ratios(results: Mapping[str, Result]) -> dict[str, Result]:
+    """Adds to the results of one workload each speed over that of the best peer."""
+    speeds = {name: result["tokens_per_s"] for name, result in results.items() if "tokens_per_s" in result}
+    best = max((speed for name, speed in speeds.items() if is_peer(name)), default=None)
+    ratios = {} if best is None else {name: {"ratio_to_best_peer": speed / best} for name, speed in speeds.items()}
+    return {name: {**result, **ratios.get(name, {})} for name, result in results.items()}
+
+
+def is_peer(name: str) -> bool:
+    return name.startswith("hf ")
+
+
+def describe_result(result: Result) -> str:
+    if "tokens_per_s" in result:
+        return f"{result['tokens_per_s']:,.0f} tokens/s, {result['memory_gib']:.1f} GiB"
+    return next(f"{kind}: {reason}" for kind, reason in result.items())
+
+
+def say(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def print_table(console: Console, workload: str, results: Mapping[str, Result]) -> None:
+    """Prints a table that fits 80 columns. A contestant without numbers has its reason below the table."""
+    finished = {name: result for name, result in with_ratios(results).items() if "tokens_per_s" in result}
+    if finished:
+        say(console, f"\n{workload} ({CAPTION})")
+        table = Table("", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for column in ("tokens/s", "MFU", "GiB", "ratio", *BREAKDOWN.values(), "floor"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for name, result in finished.items():
+            times = result.get("breakdown_ms", {})
+            table.add_row(
+                name,
+                f"{result['tokens_per_s']:,.0f}",
+                _show(result["mfu"], ".3f"),
+                _show(result["memory_gib"], ".1f"),
+                _show(result.get("ratio_to_best_peer"), ".2f"),
+                *(_show(ms, ".1f" if ms and ms >= 10 else ".2f") for ms in map(times.get, BREAKDOWN)),
+                _show(result["floor_share"], ".2f"),
+            )
+        console.print(table)
+    for name, result in results.items():
+        if name not in finished:
+            say(console, f"{name}: {describe_result(result)}")
+
+
+def _show(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def draw_chart(path: Path, results: Results, notes: Sequence[str]) -> None:
+    """Draws a panel per workload: a bar per contestant, with its speed or the reason why it has none."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    bars = [len(some) for some in results.values()]
+    style = STYLE | {"savefig.facecolor": "white", "axes.grid": False, "axes.spines.bottom": False, "font.size": 10}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(9, 0.5 + sum(0.28 * count + 0.6 for count in bars)), layout="constrained")
+        figure.suptitle("\n".join(note for note in notes if note), x=0.01, ha="left", fontsize=9)
+        panels = figure.subplots(len(bars), squeeze=False, height_ratios=[count + 1 for count in bars])[:, 0]
+        for axes, (workload, some) in zip(panels, results.items(), strict=True):
+            speeds = [result.get("tokens_per_s", 0.0) for result in some.values()]
+            colours = [INK if is_peer(name) else TRAIN if name == "stretto" else EVAL for name in some]
+            drawn = axes.barh(list(some), speeds, color=colours)
+            axes.bar_label(drawn, [describe_result(result) for result in some.values()], padding=4)
+            axes.set_xlim(0, max([*speeds, 1e-9]) * 1.5)
+            axes.set_xticks([])
+            axes.invert_yaxis()
+            axes.set_title(workload, loc="left", fontsize=10, fontweight="bold")
+        figure.savefig(path, dpi=150)

@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +61,7 @@ class Work:
     flops: float
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     name: str
     start_us: float
     end_us: float
@@ -71,16 +70,14 @@ class Kernel:
 def measure(
     contestant: Contestant, work: Work, steps: int, device: torch.device, precision: torch.dtype
 ) -> dict[str, Any]:
-    """All numbers of one contestant. `steps` are rounded up to whole passes over the batches."""
+    """Measures all numbers of one contestant. `steps` are rounded up to whole passes over the batches."""
     begin = time.perf_counter()
     first_loss = warm_up(contestant, work.num_batches, device)
     warm_up_s = time.perf_counter() - begin
     passes, last_loss = time_passes(contestant, work.num_batches, -(-steps // work.num_batches), device)
     pass_s = statistics.median(passes)
     step_ms = 1e3 * pass_s / work.num_batches
-    memory = {"memory_gib": memory_gib(device)}
-    if device.type == "cuda":
-        memory["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+    reserved = {"reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30} if device.type == "cuda" else {}
     if not (math.isfinite(first_loss) and math.isfinite(last_loss)):
         raise NonFiniteError(f"the loss went from {first_loss} to {last_loss}: such a step is not worth timing")
     peak = peak_flops(device)
@@ -89,7 +86,8 @@ def measure(
         "step_ms": step_ms,
         "step_ms_by_pass": [1e3 * seconds / work.num_batches for seconds in passes],
         "mfu": work.flops / pass_s / peak if peak else None,
-        **memory,
+        "memory_gib": memory_gib(device),
+        **reserved,
         "tokens_per_step": work.tokens / work.num_batches,
         "flops_per_step": work.flops / work.num_batches,
         "parameters": sum(p.numel() for p in contestant.parameters),
@@ -98,8 +96,7 @@ def measure(
         "last_loss": last_loss,
     }
     if device.type == "cuda":
-        kernels = profile(contestant, work.num_batches, device)
-        numbers |= summarise(kernels, work.num_batches, step_ms)
+        numbers |= summarise(profile(contestant, work.num_batches, device), work.num_batches, step_ms)
     return numbers | find_floor(work, contestant.parameters, step_ms, device, precision)
 
 
@@ -110,8 +107,7 @@ def warm_up(contestant: Contestant, num_batches: int, device: torch.device) -> f
     Peak memory counts from the second pass, since the first may hold what tuning needs; but from the beginning for a
     contestant that records CUDA graphs in the first pass.
     """
-    first_loss, seconds = math.nan, list[float]()
-    least = contestant.passes
+    first_loss, seconds, least = math.nan, list[float](), contestant.passes
     while len(seconds) < least or (len(seconds) < MOST_WARM_UP_PASSES and max(seconds[-2:]) > 1.1 * min(seconds)):
         begin = time.perf_counter()
         for i in range(num_batches):
@@ -129,7 +125,7 @@ def warm_up(contestant: Contestant, num_batches: int, device: torch.device) -> f
 def time_passes(
     contestant: Contestant, num_batches: int, passes: int, device: torch.device
 ) -> tuple[list[float], float]:
-    """Seconds of each pass over the batches, and the last loss. The device is not waited for in between."""
+    """Returns the seconds of each pass over the batches, and the last loss; does not wait for the device in between."""
     clock = Clock(device)
     for i in range(passes * num_batches):
         loss = contestant.step(i)
@@ -161,7 +157,7 @@ class Clock:
 
 
 def profile(contestant: Contestant, num_batches: int, device: torch.device) -> list[Kernel]:
-    """Everything the GPU did in one pass over the batches."""
+    """Returns everything that the GPU did in one pass over the batches."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     _wait(device)
     with torch.profiler.profile(activities=activities) as profiler:
@@ -176,7 +172,7 @@ def profile(contestant: Contestant, num_batches: int, device: torch.device) -> l
 
 
 def summarise(kernels: Sequence[Kernel], num_steps: int, step_ms: float) -> dict[str, Any]:
-    """Milliseconds per step by category, idle time, and the kernels that took most.
+    """Adds up milliseconds per step by category, idle time, and the kernels that took most.
 
     Kernels take the same time under the profiler, but the host is slower there: idle time is what the GPU's busy time
     leaves of the step as it was timed without the profiler.
@@ -200,7 +196,7 @@ def categorise(name: str) -> str:
 
 
 def _busy_us(kernels: Sequence[Kernel]) -> float:
-    """Time in which at least one kernel ran; those on several streams may overlap."""
+    """Returns the time in which at least one kernel ran; kernels on several streams may overlap."""
     busy, until = 0.0, -math.inf
     for kernel in sorted(kernels, key=lambda kernel: kernel.start_us):
         busy += max(kernel.end_us - max(kernel.start_us, until), 0.0)
@@ -223,7 +219,7 @@ def find_floor(
 
 
 def measure_ceilings(device: torch.device, precision: torch.dtype) -> tuple[float, float]:
-    """FLOP/s of a large square matrix product, and bytes/s, read plus written, of a large copy."""
+    """Measures FLOP/s of a large square matrix product, and bytes/s, read plus written, of a large copy."""
     size, values = (8192, 2**28) if device.type == "cuda" else (512, 2**22)
     a, b = (torch.randn(size, size, device=device, dtype=precision) for _ in range(2))
     product = torch.empty_like(a)

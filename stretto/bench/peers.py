@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto.model
 from stretto import graphs
-from stretto.batch import IGNORE
-from stretto.bench.batches import Draw, Text
+from stretto.batch import IGNORE, Batch, Counts, Sequences
 from stretto.bench.measure import Contestant
 from stretto.config import Config, ModelConfig
 from stretto.convert.families import choose_family, write_model
-from stretto.data.packing import find_slots, spread, to_tensor
 from stretto.errors import ConfigError
 from stretto.optim import FlatAdamW, build_optimizer
 from stretto.precision import autocast, resolve_precision
@@ -36,12 +35,17 @@ MODES: dict[str, dict[str, str] | None] = {"eager": None, "compile": {}, "graphs
 
 
 def build_peer(
-    config: Config, own: Mapping[str, Any], draws: Sequence[Draw], mode: str, device: torch.device, weights: torch.dtype
+    config: Config,
+    own: Mapping[str, Any],
+    draws: Sequence[Batch],
+    mode: str,
+    device: torch.device,
+    weights: torch.dtype,
 ) -> Contestant:
     model, parameters = _build(config, own, weights, device)
     options = MODES[mode]
     called: Any = model if options is None else torch.compile(model, **options)  # type: ignore[call-overload]
-    batches = _place(draws, config.model, device)
+    batches = [{name: t.to(device) for name, t in to_inputs(draw, config.model).items()} for draw in draws]
     cfg = config.optim
     optimizer = torch.optim.AdamW(
         parameters, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
@@ -64,7 +68,7 @@ def build_peer(
 
 
 def build_accelerated(
-    config: Config, own: Mapping[str, Any], draws: Sequence[Draw], device: torch.device
+    config: Config, own: Mapping[str, Any], draws: Sequence[Batch], device: torch.device
 ) -> Contestant:
     from stretto.hf import Step, accelerate, report  # imports transformers
 
@@ -80,10 +84,9 @@ def build_accelerated(
     assert isinstance(optimizer, FlatAdamW)
     step = Step(model, optimizer, config.optim.clip)
     # Ids and labels stay on the CPU, where a loader leaves them: what is real is decided there. Pixels are large.
-    inputs = [to_inputs(draw, config.model) for draw in draws]
-    batches = [
-        {name: t.to(device, weights) if t.is_floating_point() else t for name, t in some.items()} for some in inputs
-    ]
+    batches = [to_inputs(draw, config.model) for draw in draws]
+    for inputs in batches:
+        inputs |= {name: t.to(device, weights) for name, t in inputs.items() if t.is_floating_point()}
     records = step.executor is not step.eager
 
     def run(i: int) -> Tensor:
@@ -98,23 +101,18 @@ def _build(
 ) -> tuple[nn.Module, list[nn.Parameter]]:
     """Builds the model, and returns the parameters that are trained, which Marian's table of sines is not. `own` is the
     configuration of a model that has no counterpart among ours."""
-    with device:  # a large one takes a CPU long to draw
+    with device:  # the weights of a large model take a CPU long to draw
         model = build_model(config.model, weights, own)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    theirs, ours = (
-        sum(p.numel() for p in some) for some in (parameters, stretto.model.build_model(config.model).parameters())
-    )
+    theirs = sum(p.numel() for p in parameters)
+    ours = sum(p.numel() for p in stretto.model.build_model(config.model).parameters())
     if theirs != ours and not own:
         raise ConfigError(f"Hugging Face's model has {theirs:,} parameters and Stretto's {ours:,}: not the same model")
     return model, parameters
 
 
-def _place(draws: Sequence[Draw], cfg: ModelConfig, device: torch.device) -> list[dict[str, Tensor]]:
-    return [{name: t.to(device) for name, t in to_inputs(draw, cfg).items()} for draw in draws]
-
-
 def build_model(cfg: ModelConfig, weights: torch.dtype, own: Mapping[str, Any]) -> nn.Module:
-    """The stock class of this kind, with fresh weights, in training mode."""
+    """Builds the stock class of this kind, with fresh weights, in training mode."""
     hf: Any = import_module("transformers")  # only where it is needed: it is large, and may be missing
     auto = {
         "decoder": hf.AutoModelForCausalLM,
@@ -138,22 +136,35 @@ def _describe(cfg: ModelConfig) -> dict[str, Any]:
     return options | ({"num_labels": cfg.classes} if cfg.classes else {})
 
 
-def to_inputs(draw: Draw, cfg: ModelConfig) -> dict[str, Tensor]:
+def to_inputs(batch: Batch, cfg: ModelConfig) -> dict[str, Tensor]:
     """Makes the arguments of the model's forward call."""
-    if draw.inputs is None:
-        assert draw.pixels is not None
-        return {"pixel_values": torch.from_numpy(draw.pixels), "labels": to_tensor(draw.labels)}
-    read = draw.inputs if draw.source is None else draw.source  # of the target, the model reads the labels
-    inputs = {"input_ids": _pad(read, read.ids, 0)}
-    if draw.ragged:
-        inputs["attention_mask"] = _pad(read, read.ids * 0 + 1, 0)
-    # A causal model shifts the labels by itself.
-    labels = inputs["input_ids"] if cfg.kind == "decoder" else _pad(draw.inputs, draw.labels, IGNORE)
-    return inputs | {"labels": labels}
+    if batch.inputs is None:
+        assert batch.pixels is not None
+        return {"pixel_values": batch.pixels, "labels": batch.labels}
+    read = batch.inputs if batch.source is None else batch.source  # of the target, the model reads the labels
+    width = read.layout.max_len if batch.source is None else 0  # texts are as wide as the workload says
+    inputs = {"input_ids": _pad(read, read.ids, 0, width)}
+    if not read.layout.dense:
+        inputs["attention_mask"] = _pad(read, torch.ones_like(read.ids), 0, width)
+    if cfg.kind == "decoder":  # a causal model shifts the labels by itself
+        return inputs | {"labels": inputs["input_ids"]}
+    labels = batch.labels
+    if batch.label_at is not None:
+        labels = torch.full_like(read.ids, IGNORE).index_copy(0, batch.label_at, labels)
+    return inputs | {"labels": _pad(batch.inputs, labels, IGNORE, width)}
 
 
-def _pad(text: Text, values: Any, fill: int) -> Tensor:
-    """[T] to [N, width]"""
-    rows = len(text.lengths)
-    padded = spread(values, find_slots(text.lengths, text.width), rows * text.width, fill)
-    return to_tensor(padded).view(rows, text.width)
+def _pad(side: Sequences, values: Tensor, fill: int, width: int) -> Tensor:
+    """Makes [N, S] of [T]; S is the longest sequence, or `width` if that is larger."""
+    rows = list(torch.split(values, side.layout.offsets.diff().tolist()))
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+    return F.pad(padded, (0, max(width - padded.shape[1], 0)), value=fill)
+
+
+def count(batch: Batch, cfg: ModelConfig) -> Counts:
+    """Counts what speed and MFU are measured in; the slots are those of a peer, which pads."""
+    if batch.inputs is None:
+        return batch.counts
+    inputs = to_inputs(batch, cfg)
+    source_slots = 0 if batch.source is None else inputs["input_ids"].numel()
+    return replace(batch.counts, slots=inputs["labels"].numel(), source_slots=source_slots)

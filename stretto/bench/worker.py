@@ -22,7 +22,8 @@ from torch import Tensor
 
 from stretto import graphs, runtime
 from stretto.batch import Batch, Counts
-from stretto.bench.batches import Draw, count, draw_batches, to_batch
+from stretto.bench import peers
+from stretto.bench.batches import draw_batches
 from stretto.bench.measure import Contestant, Work, measure
 from stretto.bench.workloads import WORKLOADS, fit_to_device
 from stretto.buckets import to_bucket
@@ -47,25 +48,21 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
         precision = PRECISIONS[resolve_precision(config.train.precision, rt.device)]
         weights = torch.bfloat16 if workload.bf16_weights else torch.float32
         draws = draw_batches(workload, config.model)
-        counts: list[Counts] | None = [count(draw) for draw in draws]
+        counts: list[Counts] = []  # of "stretto hf" none: it has all padding outside of layers, hardly any inside
         if name.startswith("hf "):
-            from stretto.bench.peers import build_peer
-
             mode = name.removeprefix("hf ")
-            contestant = build_peer(config, workload.own, draws, mode, rt.device, weights)
+            contestant = peers.build_peer(config, workload.own, draws, mode, rt.device, weights)
+            counts = [peers.count(draw, config.model) for draw in draws]
         elif name == "stretto hf":
-            from stretto.bench.peers import build_accelerated
-
-            contestant = build_accelerated(config, workload.own, draws, rt.device)
-            counts = None  # outside of the layers there is all of the padding, inside of them hardly any
+            contestant = peers.build_accelerated(config, workload.own, draws, rt.device)
         else:
             contestant = build_ours(config, draws, rt, weights)
             counts = [form(draw, config).counts for draw in draws]
-        filler = None if counts is None else sum(c.padding for c in counts) / sum(c.all_slots for c in counts)
+        filler = sum(c.padding for c in counts) / sum(c.all_slots for c in counts) if counts else None
         return measure(contestant, count_work(config, draws, rt), steps, rt.device, precision) | {"filler": filler}
 
 
-def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torch.dtype) -> Contestant:
+def build_ours(config: Config, draws: Sequence[Batch], rt: Runtime, weights: torch.dtype) -> Contestant:
     mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
     techniques = open_techniques(config, describe_context(config, rt, mesh))
     # Plain parameters are born in that type; an optimizer of a technique has its own way to keep them.
@@ -82,25 +79,23 @@ def build_ours(config: Config, draws: Sequence[Draw], rt: Runtime, weights: torc
         return loss_sum / batch.counts.labels
 
     records = isinstance(parts.executor, graphs.Recorded)
-    passes = graphs.TIMES + 2 if records else 3  # each batch may have a shape of its own
-    if records:
-        passes += 2 * (parts.techniques.num_kinds - 1)  # and each kind of step has a graph
+    # Each batch may have a shape of its own, and each kind of step has a graph.
+    passes = graphs.TIMES + 2 * parts.techniques.num_kinds if records else 3
     return Contestant(step, [p for p in parts.model.parameters() if p.requires_grad], passes, records)
 
 
-def form(draw: Draw, config: Config) -> Batch:
+def form(draw: Batch, config: Config) -> Batch:
     """Makes the batch that training would read."""
-    batch = to_batch(draw, config.model)
-    return to_bucket(batch) if config.train.graphs == "on" else batch
+    return to_bucket(draw) if config.train.graphs == "on" else draw
 
 
-def count_work(config: Config, draws: Sequence[Draw], rt: Runtime) -> Work:
-    """Techniques may leave some of it out, other parts in every step: the mean counts."""
+def count_work(config: Config, draws: Sequence[Batch], rt: Runtime) -> Work:
+    """Counts the work of all batches. Techniques may leave out other parts in every step: the mean counts."""
     model, mesh = build_model(config.model), build_mesh(config.parallel, rt.device, rt.rank, rt.world)
     techniques = open_techniques(config, describe_context(config, rt, mesh))
     techniques.apply(model, sites(model))
     depths = [techniques.prepare(form(draws[0], config), At(step, step)).depths for step in range(DRAWN)]
-    counts = [count(draw) for draw in draws]
+    counts = [draw.counts for draw in draws]
     flops = [fmean(training_flops(config.model, c, one) for one in depths) for c in counts]
     tokens = sum(c.tokens for c in counts) * tokens_per_sample(config.model)
     return Work(num_batches=len(draws), tokens=tokens, flops=sum(flops))

@@ -81,7 +81,7 @@ WORKLOADS = {
 
 
 def find_workloads(names: Sequence[str]) -> list[str]:
-    """These names, checked; `all` stands for every one."""
+    """Checks these names; `all` stands for every workload."""
     unknown = [name for name in names if name != "all" and name not in WORKLOADS]
     if unknown:
         raise ConfigError(f"there is no workload {unknown[0]!r}; there are: all, {', '.join(WORKLOADS)}")
@@ -89,7 +89,7 @@ def find_workloads(names: Sequence[str]) -> list[str]:
 
 
 def fit_to_device(workload: Workload, device_type: str) -> Workload:
-    """The workload itself on a GPU, its tiny version on a CPU."""
+    """Returns the workload itself on a GPU, its tiny version on a CPU."""
     if device_type != "cpu":
         return workload
     length, lengths = min(workload.length, 64), workload.lengths

@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.config import DataConfig
-from stretto.data.files import Store
-from stretto.data.images import open_image_data, read_image
+from stretto.data.images import ImageData, read_image
 from stretto.data.pairs import PairData, open_pair_data
 from stretto.data.stream import Data
-from stretto.data.text import open_text_data
-from stretto.data.tokenizer import Tokenizer, load_tokenizer
+from stretto.data.text import TextData
+from stretto.data.tokenizer import Store, Tokenizer, load_tokenizer
 
 __all__ = ["Data", "PairData", "Tokenizer", "load_tokenizer", "open_data", "read_image"]
 
@@ -27,11 +26,9 @@ def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0, 
     `image_size`.
     """
     if cfg.task == "images":
-        return open_image_data(cfg, seed=seed, image_size=image_size)
-    if not cfg.cache:
-        store = Store(folder)
-    else:
-        store = Store(Path(cfg.cache)) if fill_cache else Store(folder, read_only=Path(cfg.cache))
+        return ImageData(cfg, seed, image_size)
+    cache = Path(cfg.cache) if cfg.cache else folder
+    store = Store(cache) if fill_cache else Store(folder, read_only=cache)
     if cfg.task == "translation":
-        return open_pair_data(cfg, seed=seed, folder=folder, store=store)
-    return open_text_data(cfg, seed=seed, folder=folder, store=store)
+        return open_pair_data(cfg, seed, folder, store)
+    return TextData(cfg, seed, folder, store)

@@ -1,116 +1,134 @@
-"""Where text comes from: files, folders, Python's own library, Hugging Face data sets.
+"""Where text comes from: files, plain or gzipped, folders, Python's own library, Hugging Face data sets.
 
 A corpus is a sequence of documents that can be read any number of times. Its fingerprint depends on the content
-alone, so that tokens made from it can be kept and found again.
+alone, so that tokens made from it can be kept and found again. Every failure that a user can cause becomes a
+`DataError` that names the file.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
 import sysconfig
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Set
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from stretto.data.files import NotTextError, open_text
 from stretto.errors import DataError
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-
-
 _NAMED = 5  # how many of the files that are left out
 
 
-class Documents(ABC):
+class NotTextError(DataError):
+    """The file is not UTF-8: a folder of documents skips it, everything else reports it."""
+
+
+def find_text_file(key: str, path: Path) -> Path:
+    """Returns `path`, or `path` with .gz added; `key` is the setting that the error names if there is neither."""
+    for candidate in (path, path.with_name(path.name + ".gz")):
+        if candidate.is_file():
+            return candidate
+    raise DataError(f"{key}: there is no file {path} (nor {path.name}.gz)")
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str]]:
+    """Opens the text of a file. Only "\\n" ends a line, whatever other line separators Unicode knows."""
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as handle:
+            yield handle
+    except UnicodeDecodeError as error:
+        raise NotTextError(f"{path} is not UTF-8 text: convert it, or leave it out") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is not a whole gzip file ({error}): fetch it again") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+@dataclass(frozen=True)
+class Documents:
     name: str
+    read: Callable[[], Iterator[str]]
     fingerprint: str
     count: int
     num_bytes: int
-    left_out: Set[str] = frozenset()  # the files among them that are not text
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[str]: ...
-
-    def _survey(self) -> None:
-        """Reads everything once to learn what it is: cheap next to tokenising, and it notices any change."""
-        digest = hashlib.sha256()
-        self.count = self.num_bytes = 0
-        for text in self:
-            data = text.encode()
-            digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
-            digest.update(data)
-            self.count += 1
-            self.num_bytes += len(data)
-        self.fingerprint = digest.hexdigest()
-
-
-class FileDocuments(Documents):
-    """Each file is one document."""
-
-    def __init__(self, name: str, paths: Sequence[Path], *, skip_binary: bool) -> None:
-        self.name = name
-        self._paths = paths
-        self._skip_binary = skip_binary
-        self.left_out = self._not_text = set[str]()
-        self._survey()
+    left_out: Set[str] = frozenset()  # files that are not text
 
     def __iter__(self) -> Iterator[str]:
-        for path in self._paths:
+        return self.read()
+
+
+def open_files(name: str, paths: Sequence[Path], *, skip_binary: bool) -> Documents:
+    """Opens files of which each is one document."""
+    left_out = set[str]()
+
+    def read() -> Iterator[str]:
+        for path in paths:
             try:
                 with open_text(path) as handle:
                     text = handle.read()
             except NotTextError:
-                if not self._skip_binary:
+                if not skip_binary:
                     raise
-                self._not_text.add(str(path))
+                left_out.add(str(path))
             else:
                 yield text
 
+    return replace(_survey(name, read), left_out=left_out)
 
-class LineDocuments(Documents):
-    """Each line of one file is one document."""
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._path = path
-        self._survey()
+def open_lines(path: Path) -> Documents:
+    """Opens a file of which each line is one document."""
 
-    def __iter__(self) -> Iterator[str]:
-        with open_text(self._path) as handle:
+    def read() -> Iterator[str]:
+        with open_text(path) as handle:
             for line in handle:
                 yield line.strip()
 
+    return _survey(str(path), read)
 
-class HubDocuments(Documents):
-    """The `text` column of a Hugging Face data set, whose own fingerprint spares reading all of it."""
 
-    def __init__(self, name: str, dataset: Any) -> None:
-        self.name = name
-        self.fingerprint = hashlib.sha256(dataset._fingerprint.encode()).hexdigest()
-        self.count = len(dataset)
-        self.num_bytes = dataset.data.nbytes
-        self._dataset = dataset
+def _survey(name: str, read: Callable[[], Iterator[str]]) -> Documents:
+    """Reads everything once to learn what it is: cheap next to tokenising, and it notices any change."""
+    digest, count, num_bytes = hashlib.sha256(), 0, 0
+    for text in read():
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
+        digest.update(data)
+        count, num_bytes = count + 1, num_bytes + len(data)
+    return Documents(name, read, digest.hexdigest(), count, num_bytes)
 
-    def __iter__(self) -> Iterator[str]:
-        for rows in self._dataset.select_columns("text").iter(batch_size=1000):
+
+def open_column(name: str, dataset: Any) -> Documents:
+    """Opens the `text` column of a Hugging Face data set, whose own fingerprint spares reading all of it."""
+
+    def read() -> Iterator[str]:
+        for rows in dataset.select_columns("text").iter(batch_size=1000):
             yield from (text or "" for text in rows["text"])
+
+    fingerprint = hashlib.sha256(dataset._fingerprint.encode()).hexdigest()
+    return Documents(name, read, fingerprint, len(dataset), dataset.data.nbytes)
 
 
 def open_documents(key: str, source: str, suffix: str) -> Documents:
-    """The corpus that `source` names; `key` is the setting it came from ("data.train")."""
+    """Opens the corpus that `source` names; `key` is the setting that `source` came from ("data.train")."""
     if source.startswith("hf:"):
         return _open_hub(key, source)
     if source == "python-stdlib":
-        return FileDocuments(source, _find_library_files(), skip_binary=True)
+        return open_files(source, _find_library_files(), skip_binary=True)
     path = Path(source)
     if path.is_file():
-        return FileDocuments(path.name, [path], skip_binary=False)
+        return open_files(path.name, [path], skip_binary=False)
     if not path.is_dir():
         raise DataError(f'{key} = {source!r}: there is no such file or folder (nor is it "python-stdlib" or "hf:...")')
     paths = _find_files(path, tuple(part.strip() for part in suffix.split(",") if part.strip()))
-    documents = FileDocuments(path.name, paths, skip_binary=True)
+    documents = open_files(path.name, paths, skip_binary=True)
     if not documents.count:
         raise DataError(
             f"{key} = {source!r}: no text file in it ends in one of data.suffix = {suffix!r}"
@@ -120,7 +138,7 @@ def open_documents(key: str, source: str, suffix: str) -> Documents:
 
 
 def describe_left_out(files: Set[str]) -> str:
-    """How many files of a folder are not text, and which, up to a few; to be put behind a sentence."""
+    """Says behind a sentence how many files of a folder are not text, and names a few of them."""
     if not files:
         return ""
     names = ", ".join(map(repr, sorted(files)[:_NAMED]))
@@ -129,7 +147,7 @@ def describe_left_out(files: Set[str]) -> str:
 
 
 def _find_files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
-    """The files below `folder` with these suffixes, not looking into folders with `skipped` names."""
+    """Finds the files below `folder` with these suffixes, without looking into folders with `skipped` names."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = set(folders) - skipped  # os.walk goes on into what is left in this list
@@ -149,7 +167,7 @@ def _open_hub(key: str, source: str) -> Documents:
             if "text" not in dataset[split].column_names:
                 columns = ", ".join(dataset[split].column_names)
                 raise DataError(f"{key} = {source!r}: the data set has no column 'text', only {columns}")
-            return HubDocuments(f"{source} ({split})", dataset[split])
+            return open_column(f"{source} ({split})", dataset[split])
     raise DataError(f"{key} = {source!r}: no split {' or '.join(splits)}, only {', '.join(dataset)}")
 
 
@@ -160,7 +178,7 @@ def _load_hub(key: str, source: str) -> Any:
     except ImportError as error:
         raise DataError(f"{key} = {source!r} needs the datasets library: pip install 'stretto[datasets]'") from error
 
-    failure: Exception | None = None
+    failure: Exception | None = None  # of the first reading
     for arguments in _readings(source.removeprefix("hf:")):
         try:
             return load_dataset(*arguments)
@@ -170,7 +188,7 @@ def _load_hub(key: str, source: str) -> Any:
 
 
 def _readings(name: str) -> list[tuple[str, ...]]:
-    """What NAME[/CONFIG] may mean: names themselves may hold a slash ("owner/set"), and folders any number."""
+    """Lists what NAME[/CONFIG] may mean: names may hold a slash ("owner/set"), and folders any number."""
     head, slash, config = name.rpartition("/")
     if Path(name).is_dir() or not slash:
         return [(name,)]

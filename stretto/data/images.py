@@ -52,7 +52,7 @@ class Images(ABC):
 
     @abstractmethod
     def read(self, samples: Sequence[int], image_size: int) -> Tensor:
-        """float32 [N, 3, image_size, image_size] with values from -1 to 1."""
+        """Returns float32 [N, 3, image_size, image_size] with values from -1 to 1."""
 
 
 class FolderImages(Images):
@@ -70,8 +70,8 @@ class FolderImages(Images):
         self._threads = ThreadPoolExecutor(thread_name_prefix="decode")
 
     def read(self, samples: Sequence[int], image_size: int) -> Tensor:
-        """Many threads read files, which Pillow lets work at the same time; without torch, whose operators would each
-        start threads of their own."""
+        """Reads files by many threads, which Pillow lets work at the same time; without torch, whose operators would
+        each start threads of their own."""
         pixels = torch.empty(len(samples), 3, image_size, image_size)
         paths = [self._paths[i] for i in samples]
         for _ in self._threads.map(_read_into, pixels.numpy(), paths):
@@ -122,7 +122,7 @@ def _check_labels(where: str, labels: npt.NDArray[Any], count: int) -> Int64s:
 
 
 def read_image(path: Path, image_size: int) -> Tensor:
-    """One image file as the model sees it: float32 [3, image_size, image_size]."""
+    """Reads an image file as the model sees it: float32 [3, image_size, image_size]."""
     pixels = torch.empty(3, image_size, image_size)
     _read_into(pixels.numpy(), path)
     return pixels
@@ -163,12 +163,6 @@ def _normalise(pixels: Tensor | npt.NDArray[Any]) -> None:
     pixels /= 0.5
 
 
-def open_image_data(cfg: DataConfig, *, seed: int, image_size: int) -> Data:
-    if image_size <= 0:
-        raise ValueError(f"image_size must be positive, not {image_size}")
-    return ImageData(cfg, seed, image_size)
-
-
 def _open_images(key: str, source: str) -> Images:
     path = Path(source)
     if path.is_dir():
@@ -180,8 +174,8 @@ def _open_images(key: str, source: str) -> Images:
 
 class ImageData(Data):
     def __init__(self, cfg: DataConfig, seed: int, image_size: int) -> None:
-        self._cfg = cfg
-        self._image_size = image_size
+        assert image_size > 0, "images need a size"
+        self._cfg, self._image_size = cfg, image_size
         self._train = self._held_out = _open_images("data.train", cfg.train)
         self.labels, self.fingerprint = self._train.names, self._train.fingerprint
         everything = np.arange(len(self._train.labels))

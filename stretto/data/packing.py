@@ -1,10 +1,11 @@
 """From numpy arrays to `Sequences`: packed (no padding) or padded (a rectangle).
 
-Both take the ids of all sequences as one flat run, and the length of each sequence. T: number of real tokens.
+Both forms take the ids of all sequences as one flat run, and the length of each sequence. T: number of real tokens.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto.batch import Layout, Sequences, dense_layout
+from stretto.batch import Counts, Layout, Sequences, dense_layout
 from stretto.data.stream import Int64s
 
 Ints = npt.NDArray[Any]
@@ -22,8 +23,22 @@ def to_tensor(values: Ints) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, np.int64))
 
 
+def count(lengths: Int64s, slots: int, labels: int, source: Int64s | None = None, source_slots: int = 0) -> Counts:
+    """Counts what speed and MFU are measured in, given the lengths of all sequences."""
+    counts = Counts(int(lengths.sum()), slots, labels, pairs=int((lengths**2).sum()))
+    if source is None:
+        return counts
+    return replace(
+        counts,
+        source_tokens=int(source.sum()),
+        source_slots=source_slots,
+        source_pairs=int((source**2).sum()),
+        cross_pairs=int((lengths * source).sum()),
+    )
+
+
 def count_positions(lengths: Int64s) -> Int64s:
-    """The place of each of the T tokens in its own sequence."""
+    """Returns the place of each of the T tokens in its own sequence."""
     begins = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) - np.repeat(begins, lengths)
 

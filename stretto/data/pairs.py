@@ -10,26 +10,25 @@ are mixed so that they add up to nearly the same share in every batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
-from stretto.batch import IGNORE, Batch, Counts, Sequences, silence
+from stretto.batch import IGNORE, Batch, Sequences, silence
 from stretto.config import DataConfig
-from stretto.data.documents import LineDocuments
-from stretto.data.files import Store, find_text_file
-from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
+from stretto.data.documents import find_text_file, open_lines
+from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_stream
-from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
+from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
 
 GOLDEN = (5**0.5 - 1) / 2
 
 
-def open_pair_data(cfg: DataConfig, *, seed: int, folder: Path, store: Store) -> PairData:
+def open_pair_data(cfg: DataConfig, seed: int, folder: Path, store: Store) -> PairData:
     train = TextPairs("data.train", cfg.train, cfg.languages)
     num_train = train.count if cfg.eval else train.count - count_held_out(train.count, cfg.held_out)
     texts = chain(islice(train.source, num_train), islice(train.target, num_train))
@@ -42,22 +41,17 @@ def open_pair_data(cfg: DataConfig, *, seed: int, folder: Path, store: Store) ->
         eval_range = range(eval_tokens[0].num_documents)
     else:
         eval_tokens, eval_range = train_tokens, range(num_train, train.count)
-    return PairData(
-        cfg,
-        seed,
-        identity,
-        tokenizer,
-        SizedPairs("data.train", *train_tokens, range(num_train), cfg),
-        SizedPairs("data.eval" if cfg.eval else "data.held_out", *eval_tokens, eval_range, cfg),
-    )
+    sized = SizedPairs("data.train", *train_tokens, range(num_train), cfg)
+    held_out = SizedPairs("data.eval" if cfg.eval else "data.held_out", *eval_tokens, eval_range, cfg)
+    return PairData(cfg, seed, identity, tokenizer, sized, held_out)
 
 
 class TextPairs:
-    """Two files whose lines belong together."""
+    """Two files; line n of one translates line n of the other."""
 
     def __init__(self, key: str, prefix: str, languages: tuple[str, ...]) -> None:
         paths = [find_text_file(f"{key} = {prefix!r}", Path(f"{prefix}.{language}")) for language in languages]
-        self.source, self.target = (LineDocuments(path) for path in paths)
+        self.source, self.target = (open_lines(path) for path in paths)
         self.count = self.source.count
         if self.source.count != self.target.count:
             raise DataError(
@@ -75,8 +69,7 @@ class SizedPairs:
     """The pairs of a range that are fit for use, in order of length and cut into batches."""
 
     def __init__(self, key: str, source: Tokens, target: Tokens, chosen: range, cfg: DataConfig) -> None:
-        self._source = source
-        self._target = target
+        self._source, self._target = source, target
         # A stored sentence is bos, ids, eos; the model reads all but one of these.
         lengths = np.stack([np.diff(target.starts), np.diff(source.starts)]) - 1
         self._target_lengths, self._source_lengths = lengths
@@ -95,22 +88,22 @@ class SizedPairs:
         self._cuts = list(cut_batches(sizes, cfg.max_tokens, padded=cfg.layout == "padded"))
         self.num_batches = len(self._cuts) - 1
 
-    def shuffle(self, random: np.random.Generator) -> Shuffled:
-        """One epoch: pairs of equal lengths change places, and the batches come in any order."""
+    def shuffle(self, random: np.random.Generator) -> tuple[Int64s, Int64s]:
+        """Draws an epoch: the pairs, of which those of equal lengths have changed places, and the order of batches."""
         pairs = np.empty_like(self.pairs)
         pairs[self._find_order(self.pairs)] = self._sort(random.permutation(self.pairs))
-        return Shuffled(pairs, random.permutation(self.num_batches))
+        return pairs, random.permutation(self.num_batches)
 
     def members(self, pairs: Int64s, batch: int) -> Int64s:
         return pairs[self._cuts[batch] : self._cuts[batch + 1]]
 
     def sources(self, pairs: Int64s) -> tuple[Int64s, Int64s]:
-        """What the encoder reads, all but bos, as one flat run; and the length of each sentence."""
+        """Returns what the encoder reads, all but bos, as one flat run; and the length of each sentence."""
         lengths = self._source_lengths[pairs]
         return self._source.read(self._source.starts[pairs] + 1, lengths), lengths
 
     def targets(self, pairs: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """What the decoder reads, all but eos; what it has to predict, all but bos; and the length of each sentence."""
+        """Returns what the decoder reads, all but eos; what it predicts, all but bos; and the sentences' lengths."""
         starts, lengths = self._target.starts[pairs], self._target_lengths[pairs]
         return self._target.read(starts, lengths), self._target.read(starts + 1, lengths), lengths
 
@@ -122,15 +115,9 @@ class SizedPairs:
         return np.lexsort((self._source_lengths[pairs], self._target_lengths[pairs]))
 
 
-@dataclass(frozen=True)
-class Shuffled:
-    pairs: Int64s  # in order of length
-    batches: Int64s  # which batch comes when
-
-
 def mix_by_longest(sizes: Int64s) -> Int64s:
-    """An order by the longer side; sizes [2, n] are the lengths of both. Pairs that are equally long there are mixed as
-    evenly as can be, by steps of the golden ratio through their order by the difference of the sides."""
+    """Orders pairs by their longer side; sizes [2, n] are the lengths of both sides. Pairs that are equally long there
+    are mixed as evenly as can be, by steps of the golden ratio through their order by the difference of the sides."""
     target, source = sizes
     longest = sizes.max(axis=0)
     order = np.lexsort((target - source, longest))
@@ -138,7 +125,7 @@ def mix_by_longest(sizes: Int64s) -> Int64s:
 
 
 def cut_batches(sizes: Int64s, max_tokens: int, *, padded: bool) -> Iterator[int]:
-    """Where batches of at most `max_tokens` begin and end; sizes [2, n] are the lengths of both sides, in order."""
+    """Yields where batches of at most `max_tokens` begin and end; sizes [2, n] are the lengths of both sides."""
     start, totals, longest = 0, (0, 0), 0
     yield start
     for end, (target, source) in enumerate(sizes.T.tolist()):
@@ -155,28 +142,18 @@ class PairData(Data):
     tokenizer: Tokenizer
 
     def __init__(
-        self,
-        cfg: DataConfig,
-        seed: int,
-        fingerprint: str,
-        tokenizer: Tokenizer,
-        train: SizedPairs,
+        self, cfg: DataConfig, seed: int, fingerprint: str, tokenizer: Tokenizer, train: SizedPairs,
         held_out: SizedPairs,
-    ) -> None:
-        self.fingerprint = fingerprint
-        self.tokenizer = tokenizer
-        self._cfg = cfg
-        self._seed = seed
-        self._train = train
-        self._held_out = held_out
-        self.num_train = len(train.pairs)
-        self.num_eval_batches = held_out.num_batches
-        self._current: tuple[int, Shuffled | None] = (-1, None)  # one assignment, so that threads see both or neither
+    ) -> None:  # fmt: skip
+        self._cfg, self.fingerprint, self.tokenizer = cfg, fingerprint, tokenizer
+        self._train, self._held_out = train, held_out
+        self.num_train, self.num_eval_batches = len(train.pairs), held_out.num_batches
+        self._shuffle = lru_cache(1)(lambda epoch: train.shuffle(random_stream(seed, Purpose.ORDER, epoch)))
 
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
         epoch, place = divmod(index, self._train.num_batches)
-        shuffled = self._shuffle(epoch)
-        pairs = self._train.members(shuffled.pairs, int(shuffled.batches[place]))
+        shuffled, order = self._shuffle(epoch)
+        pairs = self._train.members(shuffled, int(order[place]))
         mine = pairs[part::parts]  # not one run of them: they are in order of length, and all parts are to be as long
         return self._batch(self._train, mine) if len(mine) else silence(self._batch(self._train, pairs[:1]))
 
@@ -185,13 +162,10 @@ class PairData(Data):
 
     def load_test_pairs(self) -> list[tuple[str, str]]:
         """Reads the pairs (source, reference) of data.test, or else of the evaluation data, as text; drops none."""
-        key, prefix = next(
-            (f"data.{name}", value)
-            for name, value in (("test", self._cfg.test), ("eval", self._cfg.eval), ("train", self._cfg.train))
-            if value
-        )
-        texts = TextPairs(key, prefix, self._cfg.languages)
-        skipped = texts.count - count_held_out(texts.count, self._cfg.held_out) if key == "data.train" else 0
+        cfg = self._cfg
+        name = "test" if cfg.test else "eval" if cfg.eval else "train"
+        texts = TextPairs(f"data.{name}", getattr(cfg, name), cfg.languages)
+        skipped = texts.count - count_held_out(texts.count, cfg.held_out) if name == "train" else 0
         return list(islice(zip(texts.source, texts.target, strict=True), skipped, None))
 
     def describe(self) -> str:
@@ -203,33 +177,17 @@ class PairData(Data):
             f"{held_out.num_batches:,} batches, {held_out.num_dropped:,} dropped"
         )
 
-    def _shuffle(self, epoch: int) -> Shuffled:
-        known, shuffled = self._current
-        if shuffled is None or known != epoch:
-            shuffled = self._train.shuffle(random_stream(self._seed, Purpose.ORDER, epoch))
-            self._current = (epoch, shuffled)
-        return shuffled
-
     def _batch(self, split: SizedPairs, pairs: Int64s) -> Batch:
         source, source_lengths = split.sources(pairs)
         target, labels, target_lengths = split.targets(pairs)
         inputs, source_inputs = self._arrange(target, target_lengths), self._arrange(source, source_lengths)
-        slots = inputs.ids.numel()
-        num_labels = len(labels)
+        slots, source_slots = inputs.ids.numel(), source_inputs.ids.numel()
+        counts = count(target_lengths, slots, len(labels), source_lengths, source_slots)
         if self._cfg.layout == "padded":
             labels = spread(labels, find_slots(target_lengths, inputs.layout.max_len), slots, IGNORE)
         return Batch(
             labels=to_tensor(labels),
-            counts=Counts(
-                tokens=num_labels,
-                slots=slots,
-                labels=num_labels,
-                pairs=int((target_lengths**2).sum()),
-                source_tokens=int(source_lengths.sum()),
-                source_slots=source_inputs.ids.numel(),
-                source_pairs=int((source_lengths**2).sum()),
-                cross_pairs=int((target_lengths * source_lengths).sum()),
-            ),
+            counts=counts,
             samples=tuple(pairs.tolist()),
             inputs=inputs,
             source=source_inputs,

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import IntEnum
+from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +24,8 @@ from stretto.batch import Batch
 from stretto.data.tokenizer import Tokenizer
 
 Int64s = npt.NDArray[np.int64]
+X = TypeVar("X")
+DEPTH = 2  # batches that are built ahead: enough to hide one slow batch; more would only hold memory
 
 
 class Data(ABC):
@@ -34,7 +41,7 @@ class Data(ABC):
 
     @abstractmethod
     def eval_batch(self, index: int) -> Batch:
-        """Evaluation micro-batch 0 <= index < num_eval_batches; the same one each time."""
+        """Returns evaluation micro-batch 0 <= index < num_eval_batches, the same one each time."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -51,14 +58,14 @@ class Purpose(IntEnum):
 
 
 def random_stream(seed: int, purpose: Purpose, number: int = 0) -> np.random.Generator:
-    """A generator keyed by its arguments. Philox takes a 128-bit key, so different arguments never collide."""
+    """Returns a generator keyed by the arguments. Philox takes a 128-bit key: other arguments never collide."""
     key = ((seed % 2**64) << 64) | (purpose << 56) | number
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def random_rows(seed: int, purpose: Purpose, first: int, shape: tuple[int, int, int]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) for shape[0] positions from `first` on. What a position gets depends on nothing but itself:
-    Philox counts, so the one stream of all positions can be entered anywhere."""
+    """Draws numbers in [0, 1) for shape[0] positions from `first` on. What a position gets depends on nothing but
+    itself: Philox counts, so the one stream of all positions can be entered anywhere."""
     rows, *of_each = shape
     counts = -(-math.prod(of_each) // 4)  # each count gives four numbers
     stream = random_stream(seed, purpose)
@@ -70,21 +77,12 @@ class EpochOrder:
     """The order of the samples in each epoch."""
 
     def __init__(self, seed: int, num_samples: int) -> None:
-        self._seed = seed
         self._num_samples = num_samples
-        # Epoch and order are replaced together, in one assignment, so that threads never see one without the other.
-        self._current: tuple[int, Int64s] = (-1, np.empty(0, np.int64))
-
-    def __call__(self, epoch: int) -> Int64s:
-        known, order = self._current
-        if known != epoch:
-            order = random_stream(self._seed, Purpose.ORDER, epoch).permutation(self._num_samples)
-            self._current = (epoch, order)
-        return order
+        self._draw = lru_cache(1)(lambda epoch: random_stream(seed, Purpose.ORDER, epoch).permutation(num_samples))
 
     def samples(self, positions: range) -> list[int]:
-        """The samples at these positions of the stream, which may reach over the end of an epoch."""
-        return [int(self(p // self._num_samples)[p % self._num_samples]) for p in positions]
+        """Returns the samples at these positions of the stream, which may reach over the end of an epoch."""
+        return [int(self._draw(p // self._num_samples)[p % self._num_samples]) for p in positions]
 
 
 def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) -> range:
@@ -94,5 +92,20 @@ def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) 
 
 
 def count_held_out(total: int, share: float) -> int:
-    """How many of `total` samples evaluation gets: at least one, and never all."""
+    """Counts how many of `total` samples evaluation gets: at least one, and never all."""
     return min(max(round(total * share), 1), total - 1)
+
+
+def prefetch(make: Callable[[int], X], first: int, last: int) -> Iterator[tuple[int, X]]:
+    """Yields (i, make(i)) for first <= i < last, in order, and makes the next ones in a thread. `make` must not depend
+    on when it is called."""
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
+        waiting: deque[Future[X]] = deque(pool.submit(make, i) for i in range(first, min(first + DEPTH, last)))
+        try:
+            for i in range(first, last):
+                ready = waiting.popleft().result()
+                if i + DEPTH < last:
+                    waiting.append(pool.submit(make, i + DEPTH))
+                yield i, ready
+        finally:
+            pool.shutdown(cancel_futures=True)

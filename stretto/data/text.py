@@ -8,7 +8,7 @@ this is decided once for the whole data set, so that compiled code sees one form
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -16,34 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stretto.batch import IGNORE, Batch, Counts, Sequences, dense_layout
+from stretto.batch import IGNORE, Batch, Sequences, dense_layout
 from stretto.buckets import round_to_power
 from stretto.config import DataConfig
-from stretto.data.documents import Documents, describe_left_out, open_documents
-from stretto.data.files import Store
-from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
+from stretto.data.documents import describe_left_out, open_documents
+from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
-from stretto.data.tokenizer import Tokenizer, choose_tokenizer, keep_tokenizer
+from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
 
 _ENOUGH_DOCUMENTS = 20  # from here on, evaluation holds out whole documents
-
-
-def open_text_data(cfg: DataConfig, *, seed: int, folder: Path, store: Store) -> Data:
-    documents = open_documents("data.train", cfg.train, cfg.suffix)
-    # Held-out documents are kept from the tokenizer too.
-    num_documents = documents.count if cfg.eval else _count_train_documents(documents.count, cfg.held_out)
-    identity = f"{documents.fingerprint} {num_documents}"
-    tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, islice(documents, num_documents), identity, store)
-    keep_tokenizer(tokenizer, folder)
-    train, left_out = open_tokens(documents, tokenizer, store), documents.left_out
-    if cfg.eval:
-        others = open_documents("data.eval", cfg.eval, cfg.suffix)
-        held_out, left_out = open_tokens(others, tokenizer, store), left_out | others.left_out
-    else:
-        train, held_out = _hold_out(train, cfg.held_out)
-    return TextData(cfg, seed, documents, tokenizer, train, held_out, left_out)
 
 
 def _count_train_documents(count: int, share: float) -> int:
@@ -64,24 +47,21 @@ def _hold_out(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
 class TextData(Data):
     tokenizer: Tokenizer
 
-    def __init__(
-        self,
-        cfg: DataConfig,
-        seed: int,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        train: Tokens,
-        held_out: Tokens,
-        left_out: Set[str] = frozenset(),
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._cfg = cfg
-        self._seed = seed
-        self._name = documents.name
-        self.fingerprint = documents.fingerprint
-        self._train = train
-        self._held_out = held_out
-        self._left_out = left_out  # files that are not text
+    def __init__(self, cfg: DataConfig, seed: int, folder: Path, store: Store) -> None:
+        self._cfg, self._seed, documents = cfg, seed, open_documents("data.train", cfg.train, cfg.suffix)
+        # Held-out documents are kept from the tokenizer too.
+        num_documents = documents.count if cfg.eval else _count_train_documents(documents.count, cfg.held_out)
+        identity, texts = f"{documents.fingerprint} {num_documents}", islice(documents, num_documents)
+        tokenizer = self.tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, texts, identity, store)
+        keep_tokenizer(tokenizer, folder)
+        train, self._left_out = open_tokens(documents, tokenizer, store), documents.left_out
+        if cfg.eval:
+            others = open_documents("data.eval", cfg.eval, cfg.suffix)
+            held_out, self._left_out = open_tokens(others, tokenizer, store), documents.left_out | others.left_out
+        else:
+            train, held_out = _hold_out(train, cfg.held_out)
+        self._name, self.fingerprint = documents.name, documents.fingerprint
+        self._train, self._held_out = train, held_out
         self._dense = cfg.join_documents or train.num_documents == held_out.num_documents == 1
         self.num_train = self._count_windows("data.train", train)
         self._num_eval = self._count_windows("data.eval" if cfg.eval else "data.held_out", held_out)
@@ -133,7 +113,7 @@ class TextData(Data):
         return self._arrange(ids.reshape(-1), lengths, labels, label_at, windows)
 
     def _find_begins(self, tokens: Tokens, windows: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Which of the L + 1 tokens of each window begin another document."""
+        """Finds which of the L + 1 tokens of each window begin another document."""
         length = self._cfg.seq_len
         begins = np.zeros((len(windows), length + 1), np.bool_)
         if not self._dense:
@@ -180,7 +160,7 @@ class TextData(Data):
                 label_at = slots[label_at]
         return Batch(
             labels=to_tensor(labels),
-            counts=Counts(tokens=len(ids), slots=inputs.ids.numel(), labels=num_labels, pairs=int((lengths**2).sum())),
+            counts=count(lengths, inputs.ids.numel(), num_labels),
             samples=tuple(windows),
             inputs=inputs,
             label_at=None if label_at is None else to_tensor(label_at),

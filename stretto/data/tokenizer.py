@@ -14,11 +14,11 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stretto.data.files import Store
 from stretto.errors import DataError
 from stretto.files import write_text
 
@@ -39,25 +39,40 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class Store:
+    """Where tokenizers and token files are kept: a folder to write to, and one that may have them already."""
+
+    folder: Path
+    read_only: Path | None = None
+
+    def find(self, name: str) -> Path:
+        """Returns the file of this name if there is one, else where it should be written."""
+        own = self.folder / name
+        if self.read_only is None or own.exists() or not (self.read_only / name).exists():
+            return own
+        return self.read_only / name
+
+
 class Tokenizer(ABC):
     size: int  # ids are 0 <= id < size
     special_ids: frozenset[int]  # of every special token, also those without a role
 
     @abstractmethod
     def find_special(self, role: str) -> int:
-        """The id of the token with this role; a `DataError` if there is none, which only its users ever see."""
+        """Returns the id of the token with this role; a `DataError` if there is none."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens."""
+        """Returns the ids of each text, without special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens left out; bytes that are no UTF-8 become replacement characters."""
+        """Returns the text of ids without special tokens; bytes that are no UTF-8 become replacement characters."""
 
     @abstractmethod
     def to_json(self) -> str:
-        """What tokenizer.json holds."""
+        """Returns what tokenizer.json holds."""
 
     @property
     def pad(self) -> int:
@@ -83,7 +98,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal tokenizers: what token files are filed under."""
+        """Is equal for equal tokenizers: token files are filed under it."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
@@ -140,7 +155,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE: every text has an encoding, and decoding gives it back exactly."""
+    """Trains a byte-level BPE: every text has an encoding, and decoding gives the text back exactly."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -164,25 +179,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Reads the tokenizer.json of a folder (or that file itself)."""
     if path.is_dir():
         path = path / "tokenizer.json"
-    try:
-        text = path.read_text(encoding="utf-8")
-        tree = json.loads(text)
-    except OSError as error:
-        raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not a tokenizer: {error}") from error
-    if tree == {"stretto": "bytes"}:
-        return ByteTokenizer()
     import tokenizers
 
     try:
+        text = path.read_text(encoding="utf-8")
+        if json.loads(text) == {"stretto": "bytes"}:
+            return ByteTokenizer()
         return LibraryTokenizer(tokenizers.Tokenizer.from_str(text), str(path))
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{path} is not a tokenizer: {error}") from error
 
 
 def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str, store: Store) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names. A trained one is kept in `store` under the identity of its texts."""
+    """Opens what `data.tokenizer` names. A trained tokenizer is kept in `store` under the identity of its texts."""
     if name == "bytes":
         return ByteTokenizer()
     if name != "bpe":

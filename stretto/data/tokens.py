@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -24,17 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.data.documents import Documents
-from stretto.data.files import Store
 from stretto.data.packing import count_positions
 from stretto.data.stream import Int64s
-from stretto.data.tokenizer import Tokenizer
+from stretto.data.tokenizer import Store, Tokenizer
 from stretto.errors import DataError
 from stretto.files import replacing
 
 _MAGIC = b"stretto\x00"
 _VERSION = 1
 _HEADER_END = 1024
-_CHUNK = 1 << 24  # bytes hashed at a time
+_CHUNK = 1 << 24  # ids compared at a time
 _PIECE = 1 << 20  # characters tokenised at a time
 _SHOW_PROGRESS = 5_000_000  # bytes of text worth a progress bar
 
@@ -58,7 +58,7 @@ class Tokens:
 
 
 def open_tokens(documents: Documents, tokenizer: Tokenizer, store: Store) -> Tokens:
-    """The tokens of a corpus, from the file in `store` if an earlier run left it there."""
+    """Opens the tokens of a corpus, from the file in `store` if an earlier run left one there."""
     made_from = hashlib.sha256(f"{documents.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()
     path = store.find(f"{made_from[:16]}.tokens")
     if not path.exists():
@@ -138,10 +138,7 @@ def _check(holds: bool, reason: str) -> None:
 def _checksum(file: IO[bytes]) -> str:
     """Returns the checksum of everything after the header."""
     file.seek(_HEADER_END)
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-    return digest.hexdigest()
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 class _Piece(NamedTuple):
@@ -153,7 +150,7 @@ class _Piece(NamedTuple):
 
 
 def _tokenise(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[_Piece, list[int]]]:
-    """Every piece with its ids, many small ones encoded in one call."""
+    """Yields every piece with its ids; many small pieces are encoded in one call."""
     pieces = (piece for text in documents for piece in _cut(text))
     while group := list(_take(pieces)):
         yield from zip(group, tokenizer.encode_many([piece.text for piece in group]), strict=True)
@@ -180,14 +177,11 @@ def _take(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
 
 @contextmanager
 def _progress(documents: Documents) -> Iterator[Any]:
-    """A function to call with the number of bytes done; it draws a bar if someone is there to see it."""
-    if documents.num_bytes < _SHOW_PROGRESS or not sys.stderr.isatty():
-        yield lambda num_bytes: None
-        return
+    """Yields a function to call with the number of bytes done; it draws a bar if someone is there to see the bar."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"tokenising {documents.name}", total=documents.num_bytes)
-        yield lambda num_bytes: bar.update(task, advance=num_bytes)
+    hidden = documents.num_bytes < _SHOW_PROGRESS or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        yield partial(bar.advance, bar.add_task(f"tokenising {documents.name}", total=documents.num_bytes))

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from stretto.batch import IGNORE, Batch, Counts, Layout, Sequences
 from stretto.config import Config, ModelConfig, ParallelConfig
-from stretto.costs import NETWORK, NVLINK, choose_method
 from stretto.ops.attention import words_ref
 from stretto.ops.dropout import draw_keys
 from stretto.parallel.gather import Gather
@@ -37,6 +36,7 @@ from stretto.parallel.layouts import Cut, cut, split
 from stretto.parallel.partial import Scores
 from stretto.parallel.reach import Side, reach_others, reach_own
 from stretto.parallel.ring import Ring
+from stretto.parallel.sequence_costs import NETWORK, NVLINK, choose_method
 from stretto.parallel.ulysses import Ulysses
 from stretto.techniques.technique import At, Context, Estimate, Technique
 

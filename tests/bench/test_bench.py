@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from stretto.bench import contest
-from stretto.bench.show import describe_result, draw_chart, print_table, with_ratios
+from stretto.bench.contest import describe_result, draw_chart, print_table, with_ratios
 from stretto.bench.worker import explain
 from stretto.bench.workloads import WORKLOADS
 from stretto.config import Config, FusedConfig, load_config

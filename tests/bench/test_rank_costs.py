@@ -6,9 +6,9 @@ import pytest
 
 from bench import rank_costs
 from stretto.config import ModelConfig, build_config
-from stretto.costs import METHODS, Link, Pass, Traffic
 from stretto.model import build_model
-from tests.scaling import EQUAL, FAST, GQA, MEASURED, MHA, model, read_measured
+from stretto.parallel.sequence_costs import METHODS, Link, Pass, Traffic
+from tests.scaling import EQUAL, FAST, GQA, MEASURED, MHA, count_messages, model, read_measured
 
 
 def elements(method: str, cfg: ModelConfig, ranks: int, keep: bool = True) -> float:
@@ -60,7 +60,7 @@ def test_more_ranks_need_less_memory_and_longer_sequences_more(method: str) -> N
 def test_weights_travel_once_a_step() -> None:
     assert rank_costs.weight_traffic(1000, 4, sharded=False).size == 2 * 0.75 * 1000 * 4
     sharded = rank_costs.weight_traffic(1000, 4, sharded=True)
-    assert sharded.size == 0.75 * 1000 * (2 + 2 + 4) and sharded.count == 3
+    assert sharded.size == 0.75 * 1000 * (2 + 2 + 4) and count_messages(sharded) == 3
     assert rank_costs.weight_traffic(1000, 1, sharded=True) == Traffic()
 
 
@@ -113,7 +113,7 @@ def test_messages_and_obstacles_of_megatron() -> None:
         assert elements("megatron", cfg, 4) == pytest.approx(8 * 0.75)
         assert elements("megatron", cfg, 4, keep=False) == pytest.approx(10 * 0.75)
     counts = [
-        rank_costs.layer_traffic(MHA, "megatron", ranks, 4096, keep=keep).count
+        count_messages(rank_costs.layer_traffic(MHA, "megatron", ranks, 4096, keep=keep))
         for ranks, keep in ((4, True), (4, False), (1, True))
     ]
     assert counts == [8, 10, 0]

@@ -18,9 +18,9 @@ from bench import scale, share
 from bench.rank_costs import gathered_bytes, kept_bytes
 from stretto.batch import Sequences
 from stretto.config import ModelConfig, build_config
-from stretto.costs import Pass
 from stretto.parallel.reach import Reach
 from stretto.parallel.sequence import Segment
+from stretto.parallel.sequence_costs import Pass
 from stretto.parallel.ulysses import Ulysses
 from stretto.techniques.fused import FusedBlock
 from tests.runs import PATIENCE_S

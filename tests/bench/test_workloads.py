@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stretto.batch import IGNORE
+from stretto.batch import IGNORE, Batch
 from stretto.bench import peers
-from stretto.bench.batches import CORPUS, Draw, count, draw_batches, draw_lengths, to_batch
+from stretto.bench.batches import CORPUS, draw_batches, draw_lengths
 from stretto.bench.contest import make_recipe
 from stretto.bench.workloads import WORKLOADS, LogNormal, Workload, find_workloads, fit_to_device
 from stretto.buckets import to_bucket
@@ -49,7 +49,7 @@ def configure(workload: Workload, **changes: Any) -> ModelConfig:
     return replace(build_config(make_recipe(workload, "stretto plain")).model, **changes)
 
 
-def draw(name: str, **changes: Any) -> tuple[Draw, ...]:
+def draw(name: str, **changes: Any) -> tuple[Batch, ...]:
     workload = replace(WORKLOADS[name], **changes)
     return tuple(draw_batches(workload, configure(workload)))
 
@@ -87,8 +87,8 @@ def test_flops_of_t5_are_those_that_torch_counts() -> None:
     theirs = peers.build_model(cfg, torch.float32, workload.own)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         theirs(**peers.to_inputs(some, cfg))
-    masked = 4 * cfg.layers * cfg.width * count(some).pairs // 2  # half of causal attention, which torch counts too
-    assert training_flops(cfg, count(some)) == pytest.approx(3 * (counter.get_total_flops() - masked))
+    masked = 4 * cfg.layers * cfg.width * some.counts.pairs // 2  # half of causal attention, which torch counts too
+    assert training_flops(cfg, some.counts) == pytest.approx(3 * (counter.get_total_flops() - masked))
 
 
 @pytest.mark.parametrize(
@@ -97,15 +97,14 @@ def test_flops_of_t5_are_those_that_torch_counts() -> None:
 def test_full_rows_are_dense_and_differ_between_batches(name: str) -> None:
     workload, cfg = WORKLOADS[name], configure(WORKLOADS[name])
     draws = draw(name)
-    assert len(draws) == 4 and len({some.labels.tobytes() for some in draws}) == 4
-    for some in draws:
-        batch = to_batch(some, cfg)
+    assert len(draws) == 4 and len({batch.labels.numpy().tobytes() for batch in draws}) == 4
+    for batch in draws:
         assert batch.inputs is not None and batch.inputs.layout.dense and batch.inputs.layout.lengths is None
         assert batch.counts.tokens == batch.counts.slots == batch.inputs.ids.numel() == workload.rows * workload.length
-        if some.source is not None:
+        if batch.source is not None:
             read = workload.rows * (512 if workload.own else workload.length)
             assert batch.counts.source_tokens == batch.counts.source_slots == read
-        assert "attention_mask" not in peers.to_inputs(some, cfg)
+        assert "attention_mask" not in peers.to_inputs(batch, cfg)
         assert int(batch.inputs.ids.max()) < cfg.vocab
 
 
@@ -114,14 +113,12 @@ def test_causal_labels_are_the_next_token() -> None:
     assert some.inputs is not None
     ids, labels = (values.reshape(32, 1024) for values in (some.inputs.ids, some.labels))
     assert (labels[:, :-1] == ids[:, 1:]).all() and (labels[:, -1] == IGNORE).all()
-    assert count(some).labels == 32 * 1023
+    assert some.counts.labels == 32 * 1023
 
 
 @pytest.mark.parametrize("name", ["bert_large_64x512", "bert_large_64x512_padded"])
 def test_masked_lm_predicts_15_percent_of_the_real_tokens(name: str) -> None:
-    cfg = configure(WORKLOADS[name])
-    for some in draw(name):
-        batch = to_batch(some, cfg)
+    for batch in draw(name):
         assert batch.label_at is not None and batch.inputs is not None
         assert len(batch.labels) == len(batch.label_at) == batch.counts.labels == round(0.15 * batch.counts.tokens)
         assert int(batch.label_at.max()) < batch.inputs.ids.numel() and (batch.labels != IGNORE).all()
@@ -130,13 +127,14 @@ def test_masked_lm_predicts_15_percent_of_the_real_tokens(name: str) -> None:
 def test_padded_bert_has_about_35_percent_real_tokens_and_stretto_packs_them() -> None:
     cfg = configure(WORKLOADS["bert_large_64x512_padded"])
     draws = draw("bert_large_64x512_padded")
-    counts = [count(some) for some in draws]
+    counts = [peers.count(some, cfg) for some in draws]
     assert all(c.slots == 64 * 512 for c in counts)
     assert 0.31 < sum(c.tokens for c in counts) / sum(c.slots for c in counts) < 0.39
-    for some, c in zip(draws, counts, strict=True):
-        batch, inputs = to_batch(some, cfg), peers.to_inputs(some, cfg)
-        assert some.inputs is not None and some.inputs.lengths.min() >= 8 and some.inputs.lengths.max() <= 512
+    for batch, c in zip(draws, counts, strict=True):
+        inputs = peers.to_inputs(batch, cfg)
         assert batch.inputs is not None and not batch.inputs.layout.dense
+        lengths = batch.inputs.layout.offsets.diff()
+        assert lengths.min() >= 8 and lengths.max() <= 512
         assert batch.inputs.ids.numel() == c.tokens == int(inputs["attention_mask"].sum())
         assert inputs["input_ids"].shape == (64, 512)
 
@@ -153,16 +151,17 @@ def test_sentences_fill_their_budget_with_little_padding(name: str, budget: int)
     cfg, ratios, sources = configure(WORKLOADS[name]), [], []
     draws = draw(name)
     assert len(draws) == 8
-    for some in draws:
-        batch, inputs = to_batch(some, cfg), peers.to_inputs(some, cfg)
-        assert some.inputs is not None and some.source is not None and batch.source is not None
+    for batch in draws:
+        inputs = peers.to_inputs(batch, cfg)
+        assert batch.inputs is not None and batch.source is not None
+        target, source = (side.layout.offsets.diff() for side in (batch.inputs, batch.source))
         slots = [inputs[key].numel() for key in ("input_ids", "labels")]
         assert 0.7 * budget < max(slots) <= budget
-        assert some.source.lengths.min() >= 4 and some.source.lengths.max() <= 200
+        assert source.min() >= 4 and source.max() <= 200
         assert batch.counts.tokens == batch.counts.labels == int((inputs["labels"] != IGNORE).sum())
         assert batch.counts.source_tokens == batch.source.ids.numel() == int(inputs["attention_mask"].sum())
-        ratios += (some.inputs.lengths / some.source.lengths).tolist()
-        sources += some.source.lengths.tolist()
+        ratios += (target / source).tolist()
+        sources += source.tolist()
     assert np.mean(ratios) == pytest.approx(1.0, abs=0.1)
     assert budget < 1000 or np.std(ratios) == pytest.approx(0.15, abs=0.04)  # a small batch is a slice of the ratios
     assert 15 < np.median(sources) < 35 and len(sources) < CORPUS
@@ -174,7 +173,7 @@ def test_sentences_fill_their_budget_with_little_padding(name: str, budget: int)
 def test_what_is_timed_has_little_filler(name: str) -> None:
     """On both sides of a translation; peers have much more of it."""
     cfg, draws = configure(WORKLOADS[name]), draw(name)
-    ours, theirs = [to_bucket(to_batch(some, cfg)).counts for some in draws], [count(some) for some in draws]
+    ours, theirs = [to_bucket(some).counts for some in draws], [peers.count(some, cfg) for some in draws]
     assert [c.tokens for c in ours] == [c.tokens for c in theirs]
     ours_share, peers_share = (sum(c.padding for c in some) / sum(c.all_slots for c in some) for some in (ours, theirs))
     if name.startswith("gpt2"):
@@ -192,7 +191,7 @@ def test_the_decoder_reads_the_start_symbol_then_what_it_should_have_written() -
 
 def test_images() -> None:
     (some, *_) = draw("vit_base_256", num_batches=1, rows=3)
-    assert some.pixels is not None and some.pixels.shape == (3, 3, 224, 224) and count(some).tokens == 3
+    assert some.pixels is not None and some.pixels.shape == (3, 3, 224, 224) and some.counts.tokens == 3
     assert some.labels.max() < 1000
 
 
@@ -212,10 +211,9 @@ def test_stretto_and_the_peer_compute_the_same_loss_from_the_same_weights(name: 
     ours = build_model(cfg, "cpu")
     ours.load_state_dict(translate(theirs, ours, lambda parameter: parameter.data))
     assert theirs.training and ours.training
-    for some in draw_batches(workload, cfg):
-        batch = to_batch(some, cfg)
+    for batch in draw_batches(workload, cfg):
         with torch.no_grad():
-            loss = theirs(**peers.to_inputs(some, cfg)).loss
+            loss = theirs(**peers.to_inputs(batch, cfg)).loss
             torch.testing.assert_close(ours(batch) / batch.counts.labels, loss, rtol=1e-5, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.data.documents import HubDocuments, LineDocuments, _find_library_files, _readings, open_documents
+from stretto.data.documents import _find_library_files, _readings, open_documents, open_lines
 from stretto.errors import DataError
 from tests.data.corpora import Opener
 
@@ -50,7 +50,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 
 def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes("one\u2028still one\r\n\ntwo\x0bstill two".encode())
-    assert list(LineDocuments(tmp_path / "x")) == ["one\u2028still one", "", "two\x0bstill two"]
+    assert list(open_lines(tmp_path / "x")) == ["one\u2028still one", "", "two\x0bstill two"]
 
 
 def test_python_library() -> None:
@@ -115,7 +115,7 @@ def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_hub_from_a_local_folder(hub_folder: Path) -> None:
     documents = open_documents("data.train", f"hf:{hub_folder}", "")
-    assert isinstance(documents, HubDocuments)
+    assert documents.name == f"hf:{hub_folder} (train)"
     assert list(documents) == list(documents) == ["a", "b", "c"]
     assert documents.count == 3
     held_out = open_documents("data.eval", f"hf:{hub_folder}", "")

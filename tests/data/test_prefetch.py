@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.data.prefetch import DEPTH, prefetch
+from stretto.data.stream import DEPTH, prefetch
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 1), (3, 20), (5, 5)])

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.data import load_tokenizer
-from stretto.data.files import Store
-from stretto.data.tokenizer import SPECIALS, ByteTokenizer, Tokenizer, choose_tokenizer, keep_tokenizer, train_bpe
+from stretto.data.tokenizer import (
+    SPECIALS,
+    ByteTokenizer,
+    Store,
+    Tokenizer,
+    choose_tokenizer,
+    keep_tokenizer,
+    train_bpe,
+)
 from stretto.errors import DataError
 
 TEXTS = ["the cat sat on the mat; the cat sat.\n", "naïve café, 北京 and \t tabs\n\n", "def f(x):\n    return x\n"] * 5

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from stretto.data import tokens
-from stretto.data.documents import FileDocuments
-from stretto.data.files import Store
-from stretto.data.tokenizer import ByteTokenizer
+from stretto.data.documents import Documents, open_files
+from stretto.data.tokenizer import ByteTokenizer, Store
 from stretto.data.tokens import open_tokens, read_tokens, write_tokens
 from stretto.errors import DataError
 
@@ -20,15 +19,15 @@ TEXTS = ["first\n", "", "third, which is longer\n"]
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> FileDocuments:
+def documents(tmp_path: Path) -> Documents:
     paths = [tmp_path / f"{i}.txt" for i in range(len(TEXTS))]
     for path, text in zip(paths, TEXTS, strict=True):
         path.write_text(text)
-    return FileDocuments("three", paths, skip_binary=False)
+    return open_files("three", paths, skip_binary=False)
 
 
 @pytest.fixture
-def path(documents: FileDocuments, tmp_path: Path) -> Path:
+def path(documents: Documents, tmp_path: Path) -> Path:
     """A token file that is whole."""
     path = tmp_path / "made.tokens"
     write_tokens(path, documents, BYTES, "origin")
@@ -44,9 +43,7 @@ def test_documents_come_back(path: Path) -> None:
     assert stored.ids.dtype == np.uint16
 
 
-def test_large_vocabularies_take_four_bytes(
-    path: Path, documents: FileDocuments, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_vocabularies_take_four_bytes(path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
     small = read_tokens(path, BYTES, "origin")
     monkeypatch.setattr(BYTES, "size", 70_000)
     write_tokens(path, documents, BYTES, "origin")
@@ -56,7 +53,7 @@ def test_large_vocabularies_take_four_bytes(
 
 
 def test_long_documents_are_encoded_in_pieces(
-    documents: FileDocuments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    documents: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = open_tokens(documents, BYTES, Store(tmp_path / "whole"))
     monkeypatch.setattr(tokens, "_PIECE", 5)
@@ -121,7 +118,7 @@ def test_made_from_something_else(path: Path) -> None:
         read_tokens(path, BYTES, "elsewhere")
 
 
-def test_reused_until_the_text_changes(documents: FileDocuments, tmp_path: Path) -> None:
+def test_reused_until_the_text_changes(documents: Documents, tmp_path: Path) -> None:
     store = tmp_path / "store"
     open_tokens(documents, BYTES, Store(store))
     (made,) = store.iterdir()
@@ -129,12 +126,12 @@ def test_reused_until_the_text_changes(documents: FileDocuments, tmp_path: Path)
     open_tokens(documents, BYTES, Store(store))
     assert made.stat().st_mtime == 1, "it was written again"
     (tmp_path / "0.txt").write_text("changed\n")
-    changed = FileDocuments("three", [tmp_path / f"{i}.txt" for i in range(3)], skip_binary=False)
+    changed = open_files("three", [tmp_path / f"{i}.txt" for i in range(3)], skip_binary=False)
     assert open_tokens(changed, BYTES, Store(store)).ids[1] == ord("c")
     assert len(list(store.iterdir())) == 2
 
 
-def test_a_failure_leaves_nothing_behind(documents: FileDocuments, tmp_path: Path) -> None:
+def test_a_failure_leaves_nothing_behind(documents: Documents, tmp_path: Path) -> None:
     (tmp_path / "2.txt").unlink()
     with pytest.raises(DataError, match=r"2\.txt"):
         open_tokens(documents, BYTES, Store(tmp_path / "store"))

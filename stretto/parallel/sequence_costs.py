@@ -1,4 +1,4 @@
-"""What it costs to split one sequence over P ranks, by each method, and which method is the fastest.
+"""What each method of splitting one sequence over P ranks costs, and which method is the fastest.
 
 Each rank has s / P of the s tokens. All that is done token by token needs no other rank; attention does.
 
@@ -71,18 +71,14 @@ class Traffic:
     def size(self) -> float:
         return sum(m.count * m.size for m in (*self.forward, *self.backward))
 
-    @property
-    def count(self) -> int:
-        return sum(m.count for m in (*self.forward, *self.backward))
-
 
 def kv_width(cfg: ModelConfig) -> int:
-    """The number of channels of all keys of a token, or of all its values."""
+    """Returns the number of channels of all keys of a token, or of all its values."""
     return cfg.width // cfg.heads * (cfg.kv_heads or cfg.heads)
 
 
 def mlp_widths(cfg: ModelConfig) -> tuple[int, int]:
-    """The channels that the first product of an MLP makes, and those that its second product reads."""
+    """Returns the channels that the first product of an MLP makes, and those that its second product reads."""
     inner = cfg.mlp_width or 4 * cfg.width
     return (2 * inner if cfg.activation == "swiglu" else inner), inner
 
@@ -104,7 +100,7 @@ def find_obstacle(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> str
 def layer_traffic(
     cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int = 2, reduced: int = 4, keep: bool = True
 ) -> Traffic:
-    """The messages of one rank in one layer."""
+    """Lists the messages of one rank in one layer."""
     if ranks == 1:
         return Traffic()
     c, hops, kv = (ranks - 1) / ranks, ranks - 1, kv_width(cfg)
@@ -134,24 +130,17 @@ class Pass:
     def __add__(self, other: Pass) -> Pass:
         return Pass(self.forward + other.forward, self.backward + other.backward)
 
-    def __mul__(self, times: float) -> Pass:
-        return Pass(times * self.forward, times * self.backward)
-
     @property
     def total(self) -> float:
         return self.forward + self.backward
 
 
-def sum_passes(passes: Iterable[Pass]) -> Pass:
-    return sum(passes, Pass(0.0, 0.0))
-
-
 def exposed_seconds(method: str, blocks: Sequence[Pass], traffic: Traffic, link: Link) -> Pass:
-    """The seconds that a layer waits for its messages, given the times of its blocks of attention in the order in which
-    their keys arrive. `gather` attends to local keys, the first block, while the other ranks' keys arrive, in both
-    passes; no work is left while their gradients travel. In a ring the next block of keys travels while one is attended
-    to; in the backward pass the gradients of the block before travel at the same time, and those of the last block
-    travel alone."""
+    """Returns the seconds that a layer waits for its messages, given the times of its blocks of attention in the order
+    in which their keys arrive. `gather` attends to local keys, the first block, while the other ranks' keys arrive, in
+    both passes; no work is left while their gradients travel. In a ring the next block of keys travels while one is
+    attended to; in the backward pass the gradients of the block before travel at the same time, and those of the last
+    block travel alone."""
     if method == "gather" and traffic.forward:
         *again, scatter = traffic.backward  # K/V that were not kept are gathered again
         forward = max(link.seconds(traffic.forward) - blocks[0].forward, 0.0)
@@ -166,18 +155,6 @@ def exposed_seconds(method: str, blocks: Sequence[Pass], traffic: Traffic, link:
 
 
 @dataclass(frozen=True)
-class LayerTime:
-    """The seconds of one layer, forward and backward."""
-
-    work: float
-    waits: float  # for messages
-
-    @property
-    def total(self) -> float:
-        return self.work + self.waits
-
-
-@dataclass(frozen=True)
 class Choice:
     method: Method
     reason: str
@@ -187,31 +164,33 @@ def choose_method(
     cfg: ModelConfig, ranks: int, tokens: int, link: Link, flops: float = 400e12, causal: bool = True
 ) -> Choice:
     """Chooses the fastest method for one layer at this rate of arithmetic, or `gather` if it is nearly as fast."""
-    times = {method: _guess_seconds(cfg, method, ranks, tokens, link, flops, causal) for method in METHODS}
+    guesses = {method: _guess_seconds(cfg, method, ranks, tokens, link, flops, causal) for method in METHODS}
+    times = {method: work + waits for method, (work, waits) in guesses.items()}
     obstacles = {method: find_obstacle(cfg, method, ranks, tokens) for method in METHODS}
     possible = [method for method in METHODS if not obstacles[method]]
     if not possible:
         raise ValueError(f"{tokens} tokens cannot be split over {ranks} ranks: {obstacles['ring']}")
-    best = min(possible, key=lambda method: times[method].total)
-    if "gather" in possible and times["gather"].total <= WORTH * times[best].total:
+    best = min(possible, key=times.__getitem__)
+    if "gather" in possible and times["gather"] <= WORTH * times[best]:
         best = "gather"
-    others = [_compare(method, best, times, obstacles) for method in METHODS if method != best]
+    others = [
+        f"{method} cannot: {obstacles[method]}"
+        if obstacles[method]
+        else f"{method} would take {times[method] / times[best]:.2f} times as long"
+        for method in METHODS
+        if method != best
+    ]
     sent = layer_traffic(cfg, best, ranks, tokens, keep=False).size
-    waits = times[best].waits / times[best].total
+    waits = guesses[best][1] / times[best]
     reason = f"{best} sends {sent / 1e6:.1f} MB a layer and waits {waits:.0%} of its time on {link.name}"
     return Choice(best, f"{reason}; {'; '.join(others)}")
 
 
-def _compare(method: Method, best: Method, times: dict[Method, LayerTime], obstacles: dict[Method, str]) -> str:
-    if obstacles[method]:
-        return f"{method} cannot: {obstacles[method]}"
-    return f"{method} would take {times[method].total / times[best].total:.2f} times as long"
-
-
 def _guess_seconds(
     cfg: ModelConfig, method: str, ranks: int, tokens: int, link: Link, flops: float, causal: bool
-) -> LayerTime:
-    """Estimates one layer without the messages of its weights. All arithmetic runs at one rate, balanced over ranks."""
+) -> tuple[float, float]:
+    """Estimates the seconds of work and of waiting for messages in one layer, forward and backward, without the
+    messages of its weights. All arithmetic runs at one rate, balanced over ranks."""
     own, (up, inner) = tokens / ranks, mlp_widths(cfg)
     products = cfg.width * (2 * cfg.width + 2 * kv_width(cfg) + up + inner)
     rest = Pass(2 * own * products / flops, 4 * own * products / flops)
@@ -228,5 +207,4 @@ def _guess_seconds(
     else:
         blocks = [block(tokens, False)]
     traffic = layer_traffic(cfg, method, ranks, tokens, keep=False)
-    waits = exposed_seconds(method, blocks, traffic, link)
-    return LayerTime((rest + sum_passes(blocks)).total, waits.total)
+    return sum(blocks, rest).total, exposed_seconds(method, blocks, traffic, link).total

@@ -1,4 +1,8 @@
-"""`stretto bench --kernels`: each operation of ops/ next to the same in plain torch, eager and compiled, in one run.
+"""Each operation of ops/ next to the same in plain torch, eager and compiled, in one run.
+
+    python -m bench.kernels [NAMES] --out DIR
+
+NAMES are families, which are files in ops/; without any, all are measured.
 
 Plain torch is what model.py does, with activations in bf16 and parameters in fp32: a parameter is cast to bf16 where it
 meets an activation; embeddings and losses are computed in fp32. Arguments, results and gradients have the same types
@@ -24,22 +28,23 @@ import copy
 import gc
 import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from stretto import model
-from stretto.bench.contest import describe_run
+from stretto.bench.contest import describe_run, say
 from stretto.bench.measure import Clock, measure_ceilings
-from stretto.bench.show import say
 from stretto.bench.worker import explain
 from stretto.config import FusedConfig, OptimConfig, build_config
 from stretto.errors import ConfigError, StrettoError
@@ -281,8 +286,16 @@ CASES = (
 FAMILIES = tuple(dict.fromkeys(case.family for case in CASES))
 
 
-def run_kernels(names: Sequence[str], out: Path) -> Path:
-    """Measures these families, or all, prints a table for each and saves the numbers in `out`; returns the file."""
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def run_kernels(
+    names: Annotated[list[str] | None, typer.Argument(help=f"some of {', '.join(FAMILIES)}; without any, all")] = None,
+    out: Annotated[Path, typer.Option(help="where the numbers go")] = Path("runs/bench"),
+) -> None:
+    """Measure single operations next to plain torch's: a table for each family, and the numbers in kernels.json."""
+    names = names or []
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
         raise ConfigError(f"there is no family of kernels {unknown[0]!r}; there are: {', '.join(FAMILIES)}")
@@ -306,7 +319,6 @@ def run_kernels(names: Sequence[str], out: Path) -> Path:
     say(console, f"numbers: {path}")
     if not any("stretto" in numbers for result in results for numbers in result["passes"].values()):
         raise StrettoError(f"nothing could be measured; {path} says why")
-    return path
 
 
 def measure_case(case: Case, device: torch.device, ceilings: dict[str, float]) -> Result:
@@ -396,3 +408,15 @@ def print_family(console: Console, family: str, results: Sequence[Result]) -> No
     for result in results:
         for name, reason in result["failed"].items():
             say(console, f"{result['name']}: {name}: failed: {reason}")
+
+
+def main() -> None:
+    try:
+        app()
+    except StrettoError as error:
+        print(f"kernels: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
