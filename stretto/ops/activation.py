@@ -35,7 +35,7 @@ from torch import Tensor
 
 from stretto.ops.dropout import dropout_ref, keeps, row_words
 from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
-from stretto.ops.op import define
+from stretto.ops.op import Op
 from stretto.ops.sums import launch_sums
 
 GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what a gated kind does to its gate
@@ -303,8 +303,8 @@ def _dbias_dtype(kept: Tensor, bias: Tensor | None) -> torch.dtype:
     return wide_dtype(kept.dtype) if bias is None else bias.dtype
 
 
-_activate = define("activate", activate_ref, launch_activate, fake=_new_h)
-_activate_backward = define("activate_backward", activate_backward_ref, launch_activate_backward, fake=_new_gradients)
+_activate = Op("activate", activate_ref, launch_activate, fake=_new_h)
+_activate_backward = Op("activate_backward", activate_backward_ref, launch_activate_backward, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

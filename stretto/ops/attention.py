@@ -53,7 +53,7 @@ from torch import Tensor
 
 from stretto.ops.dropout import mix, mix_ref, row_words
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
-from stretto.ops.op import define
+from stretto.ops.op import Op
 
 MOST_CHANNELS = 128  # of one head
 _MARGIN = 128  # longest side of a tile
@@ -843,10 +843,8 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tupl
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-_attention = define("attention", attention_ref, launch_attention, fake=_new_outputs)
-_attention_backward = define(
-    "attention_backward", attention_backward_ref, launch_attention_backward, fake=_new_gradients
-)
+_attention = Op("attention", attention_ref, launch_attention, fake=_new_outputs)
+_attention_backward = Op("attention_backward", attention_backward_ref, launch_attention_backward, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, product_dtype, tl, wide, wide_dtype
-from stretto.ops.op import define
+from stretto.ops.op import Op
 from stretto.ops.products import add_dweight, compute_dx, multiply_into
 
 LOG2_E = tl.constexpr(1.4426950408889634) if tl else None
@@ -237,7 +237,7 @@ def run_chunks(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return loss, dx, dweight, dbias
 
 
-_linear_cross_entropy = define("linear_cross_entropy", run_chunks, fake=new_results)
+_linear_cross_entropy = Op("linear_cross_entropy", run_chunks, fake=new_results)
 
 
 @jit
@@ -263,7 +263,7 @@ def _scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, by.view(1), out=torch.empty_like(gradient, dtype=dtype))
 
 
-_scale_gradient = define("scale_gradient", _scale, fake=lambda gradient, dtype: torch.empty_like(gradient, dtype=dtype))
+_scale_gradient = Op("scale_gradient", _scale, fake=lambda gradient, dtype: torch.empty_like(gradient, dtype=dtype))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.language import cdiv, dense_rows, jit, tl
-from stretto.ops.op import define
+from stretto.ops.op import Op
 
 _WORD = 0xFFFFFFFF
 
@@ -41,7 +41,7 @@ def _new_keys(like: Tensor, count: int) -> Tensor:
     return torch.empty(count, 2, dtype=torch.int64, device=like.device)
 
 
-draw_keys = define("draw_keys", _draw_keys, fake=_new_keys, tags=[torch.Tag.nondeterministic_seeded])
+draw_keys = Op("draw_keys", _draw_keys, fake=_new_keys, tags=[torch.Tag.nondeterministic_seeded])
 
 
 def mix_ref(x: Tensor) -> Tensor:
@@ -69,6 +69,11 @@ def keep_ref(key: Tensor, rows: int | Tensor, cols: int, p: float) -> Tensor:
 
 def dropout_ref(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) -> Tensor:
     return torch.where(keep_ref(key, x.shape[0] if rows is None else rows, x.shape[1], p), x / (1 - p), 0.0)
+
+
+def drop_ref(x: Tensor, p: float, key: Tensor | None) -> Tensor:
+    """Returns x without a key, and with a key x with elements dropped."""
+    return x if key is None else dropout_ref(x, p, key)
 
 
 @jit
@@ -119,7 +124,7 @@ def launch_dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Ten
     return y
 
 
-_dropout = define("dropout", dropout_ref, launch_dropout, fake=lambda x: x.new_empty(x.shape))
+_dropout = Op("dropout", dropout_ref, launch_dropout, fake=lambda x: x.new_empty(x.shape))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -45,7 +45,7 @@ from torch import Tensor
 from stretto.ops.dropout import dropout, dropout_ref, keeps, row_words
 from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.norm import norm_ref, normalized_ref, stats_ref
-from stretto.ops.op import define
+from stretto.ops.op import Op
 from stretto.ops.sums import launch_sums
 
 
@@ -360,9 +360,9 @@ def _check_range(name: str, ids: Tensor | None, table: Tensor | None) -> None:
             raise IndexError(f"{name} go from {low} to {high}, but their table has rows 0 to {len(table) - 1} only")
 
 
-_embed = define("embed", embed_ref, launch_embed, fake=_new_y)
-_embed_backward = define("embed_backward", embed_backward_ref, launch_embed_backward, fake=_new_gradients)
-_add_by_id = define(
+_embed = Op("embed", embed_ref, launch_embed, fake=_new_y)
+_embed_backward = Op("embed_backward", embed_backward_ref, launch_embed_backward, fake=_new_gradients)
+_add_by_id = Op(
     "add_by_id",
     add_by_id_ref,
     launch_add_by_id,

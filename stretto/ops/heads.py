@@ -44,7 +44,7 @@ from stretto.ops.language import (
     wide,
 )
 from stretto.ops.linear import linear_gradients
-from stretto.ops.op import define
+from stretto.ops.op import Op
 from stretto.ops.products import multiply
 from stretto.ops.sums import launch_sums
 
@@ -217,8 +217,8 @@ def _project_and_turn(
     return out
 
 
-_project = define("project_heads", _project_and_turn, fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
-_merge = define("merge_heads", merge_heads_ref, launch_merge_heads, fake=_new_merged)
+_project = Op("project_heads", _project_and_turn, fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
+_merge = Op("merge_heads", merge_heads_ref, launch_merge_heads, fake=_new_merged)
 
 
 class _ProjectHeads(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.language import product_dtype, wide_dtype
-from stretto.ops.op import define
+from stretto.ops.op import Op
 from stretto.ops.products import (
     add_dx,
     compute_dweight,
@@ -26,7 +26,7 @@ from stretto.ops.products import (
     multiply_into,
 )
 
-_linear_backward = define(
+_linear_backward = Op(
     "linear_backward",
     compute_gradients,
     fake=lambda dout, x, weight: (dout.new_empty(x.shape), dout.new_empty(weight.shape)),
@@ -96,8 +96,8 @@ def _new_gradients(dout: Tensor, x: Tensor, weights: list[Tensor], need_x: bool)
     return [dout.new_empty(t.shape) for t in ([x] if need_x else []) + weights]
 
 
-_linears = define("linears", _multiply_all, fake=_new_out)
-_linears_backward = define("linears_backward", _compute_all_gradients, fake=_new_gradients)
+_linears = Op("linears", _multiply_all, fake=_new_out)
+_linears_backward = Op("linears_backward", _compute_all_gradients, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -36,7 +36,7 @@ from stretto.ops.activation import (
     launch_activate_backward,
 )
 from stretto.ops.language import INTERPRET, product_dtype, wide_dtype
-from stretto.ops.op import define
+from stretto.ops.op import Op
 from stretto.ops.products import compute_dweight, compute_dx, compute_gradients, multiply
 
 
@@ -168,8 +168,8 @@ def _new_gradients(
     )
 
 
-_mlp = define("mlp", run_mlp, fake=_new_outputs)
-_mlp_backward = define("mlp_backward", run_mlp_backward, fake=_new_gradients)
+_mlp = Op("mlp", run_mlp, fake=_new_outputs)
+_mlp_backward = Op("mlp_backward", run_mlp_backward, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -237,10 +237,10 @@ def _new_down_gradients(
     )
 
 
-_activate_linear = define(
+_activate_linear = Op(
     "activate_linear", _activate_multiply, fake=lambda pre, weight: pre.new_empty(pre.shape[0], weight.shape[0])
 )
-_activate_linear_backward = define("activate_linear_backward", run_down_backward, fake=_new_down_gradients)
+_activate_linear_backward = Op("activate_linear_backward", run_down_backward, fake=_new_down_gradients)
 
 
 def _save_pre(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
