@@ -117,6 +117,12 @@ def infer_schema(types: dict[str, Any]) -> str:
     return torch.library.infer_schema(prototype, mutates_args=())
 
 
+def fill_in(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of the arguments, of which an op returned those that are needed; None in place of the others."""
+    given = iter(gradients)
+    return [next(given) if need else None for need in needed]
+
+
 def find_device(args: Sequence[Any]) -> str:
     """The type of device of the first tensor."""
     for arg in args:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stretto.ops.dropout import drop_ref, keeps, row_words
 from stretto.ops.language import dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.op import fill_in
 from stretto.ops.sums import launch_sums
 
 
@@ -218,10 +219,9 @@ def run_backward(ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None) -
     dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
     stream, stats, weight, key, *own = ctx.saved_tensors
     saved = (stream, stats, weight, key, ctx.p, ctx.post, ctx.branch_rows)
-    gradients = iter(op(dy, dstream, *saved, *dtypes, *own))
-    dresidual = next(gradients)
-    dbranch = dresidual if ctx.branch_rows is None else next(gradients)
-    dweight, dbias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
+    needed = [True, ctx.branch_rows is not None, *(dtype is not None for dtype in dtypes)]
+    dresidual, dbranch, dweight, dbias, dbranch_bias = fill_in(op(dy, dstream, *saved, *dtypes, *own), needed)
+    dbranch = dresidual if dbranch is None else dbranch
     return dbranch if for_branch else None, dresidual, dbranch_bias, dweight, dbias, *(None,) * (count - 5)
 
 
