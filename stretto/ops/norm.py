@@ -66,6 +66,12 @@ def norm_ref(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rm
     return (y if norm_bias is None else y + norm_bias).to(x.dtype)
 
 
+def norm_gradient_ref(g: Tensor, xhat: Tensor, stats: Tensor) -> Tensor:
+    """Returns the gradient of x, by the formula above."""
+    dx = g - xhat * (g * xhat).mean(1, keepdim=True)
+    return (dx if len(stats) == 1 else dx - g.mean(1, keepdim=True)) * stats[0][:, None]
+
+
 def add_norm_ref(
     a: Forward, eps: float, rms: bool, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, y_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,11 +91,8 @@ def norm_backward_ref(a: Backward, scale: Tensor | None, branch_at: Tensor | Non
     sums = []
     if dy is not None and a.weight is not None:
         tokens = None if y_at is None else find_tokens(y_at)
-        xhat, g = normalized_ref(a.stream if tokens is None else a.stream[tokens], a.stats), dy * a.weight
-        inner = g - xhat * (g * xhat).mean(1, keepdim=True)
-        if len(a.stats) == 2:
-            inner = inner - g.mean(1, keepdim=True)
-        inner = inner * a.stats[0][:, None]
+        xhat = normalized_ref(a.stream if tokens is None else a.stream[tokens], a.stats)
+        inner = norm_gradient_ref(dy * a.weight, xhat, a.stats)
         dx = dx + inner if tokens is None else dx.index_add(0, tokens, inner)
         sums = [(a.weight_dtype, dy * xhat), (a.bias_dtype, dy)]
     return shared.split_gradient_ref(a, dx, sums, scale, branch_at)
