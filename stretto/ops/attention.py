@@ -242,36 +242,6 @@ def _bias_rows(row, width):
 
 
 @jit
-def _short_forward_tile(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, start, head, q_begin, q_len, k_len, tokens, scale,
-    q_stride, k_stride, v_stride, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-    P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The queries of one head from `start` on."""
-    row, col = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
-    k = _load_tile(k_ptr + head // GROUP * D, 0, k_len, k_stride, D, BLOCK_N, BLOCK_D)
-    v = _load_tile(v_ptr + head // GROUP * D, 0, k_len, v_stride, D, BLOCK_N, BLOCK_D)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    col = col[None, :]
-    visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
-    scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.max(scores, 1) * scale
-    # -inf less -inf, for a query without keys, would be NaN
-    p = tl.exp2(scores * scale - tl.where(highest > float("-inf"), highest, 0.0)[:, None])
-    total = tl.sum(p, 1)
-    if P > 0:
-        first, second = _draw_words(words_ptr, key_ptr, q_begin + row, head, tokens, H, row < q_len)
-        p *= _survival(first[:, None], second[:, None], 0, col, P)
-    out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    total = tl.where(total > 0, total, 1.0)
-    out *= (1 / total)[:, None]
-    _store_tile(out_ptr + head * D, out, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
-    lse = (highest + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse_ptr + tl.cast(head, tl.int64) * tokens + q_begin + row, lse, mask=row < q_len)
-
-
-@jit
 def _short_attention_kernel(
     q_ptr, k_ptr, v_ptr,
     out_ptr,  # [T, H, D], contiguous
@@ -299,51 +269,31 @@ def _short_attention_kernel(
     k_ptr += k_begin.to(tl.int64) * k_stride
     v_ptr += k_begin.to(tl.int64) * v_stride
     out_ptr += q_begin.to(tl.int64) * H * D
-    if SINGLE:
-        _short_forward_tile(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, 0, head, q_begin, q_len, k_len, tokens, scale,
-            q_stride, k_stride, v_stride, H, GROUP, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    else:
-        tiles = tl.cdiv(q_len, BLOCK_M)
-        for i in range(HEADS * tiles):
-            _short_forward_tile(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, i % tiles * BLOCK_M, head + i // tiles,
-                q_begin, q_len, k_len, tokens, scale, q_stride, k_stride, v_stride,
-                H, GROUP, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-
-
-@jit
-def _short_backward_tile(
-    dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, start, head, q_begin, q_len, k_len, tokens, scale,
-    dout_stride, q_stride, H: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Stores dq of the queries from `start` on, and returns dk and dv with the part of these queries added."""
-    col = tl.arange(0, BLOCK_N)[:, None]
-    row = start + tl.arange(0, BLOCK_M)
-    q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
-    dout = _load_tile(dout_ptr + head * D, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
-    per_query = tl.cast(head, tl.int64) * tokens + q_begin + row
-    lse = tl.load(lse_ptr + per_query, mask=row < q_len, other=0.0)
-    scores = tl.dot(k, tl.trans(q), input_precision="ieee")
-    dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-    visible = (col < k_len) & (col <= row[None, :]) if CAUSAL else col < k_len
-    p = tl.exp2(tl.where(visible, scores * scale - (lse * 1.4426950408889634)[None, :], float("-inf")))
-    if P > 0:
-        first, second = _load_words(words_ptr, per_query, tokens, H, row < q_len)
-        survival = _survival(first[None, :], second[None, :], 0, col, P)
-        dp *= survival
-        dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
-    else:
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-    delta = tl.sum(p * dp, 0)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
-    dk = tl.dot(ds, q, dk, input_precision="ieee")
-    dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * (scale * 0.6931471805599453)
-    _store_tile(dq_ptr + head * D, dq, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
-    return dk, dv
+    tiles = tl.cdiv(q_len, BLOCK_M)
+    for i in range(1 if SINGLE else HEADS * tiles):
+        start = 0 if SINGLE else i % tiles * BLOCK_M
+        at = head if SINGLE else head + i // tiles
+        row, col = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        q = _load_tile(q_ptr + at * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+        k = _load_tile(k_ptr + at // GROUP * D, 0, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr + at // GROUP * D, 0, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        col = col[None, :]
+        visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
+        scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.max(scores, 1) * scale
+        # -inf less -inf, for a query without keys, would be NaN
+        p = tl.exp2(scores * scale - tl.where(highest > float("-inf"), highest, 0.0)[:, None])
+        total = tl.sum(p, 1)
+        if P > 0:
+            first, second = _draw_words(words_ptr, key_ptr, q_begin + row, at, tokens, H, row < q_len)
+            p *= _survival(first[:, None], second[:, None], 0, col, P)
+        out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        total = tl.where(total > 0, total, 1.0)
+        out *= (1 / total)[:, None]
+        _store_tile(out_ptr + at * D, out, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
+        lse = (highest + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + tl.cast(at, tl.int64) * tokens + q_begin + row, lse, mask=row < q_len)
 
 
 @jit
@@ -369,18 +319,33 @@ def _short_attention_backward_kernel(
     v = _load_tile(v_ptr + k_begin.to(tl.int64) * v_stride + kv_head * D, 0, k_len, v_stride, D, BLOCK_N, BLOCK_D)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    if SINGLE:  # no loop, and no sums that live through it: half of the registers
-        dk, dv = _short_backward_tile(
-            dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, 0, kv_head, q_begin, q_len, k_len, tokens,
-            scale, dout_stride, q_stride, H, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    else:
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for start in range(0, q_len, BLOCK_M):
-                dk, dv = _short_backward_tile(
-                    dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, start, head, q_begin, q_len, k_len,
-                    tokens, scale, dout_stride, q_stride, H, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
-                )  # fmt: skip
+    col = tl.arange(0, BLOCK_N)[:, None]
+    # SINGLE: loops of one step, which the compiler drops, and no sums that live through them: half of the registers
+    begin = 0 if SINGLE else kv_head * GROUP
+    for i in range(begin, begin + GROUP):
+        head = kv_head if SINGLE else i
+        for start in range(0, 1 if SINGLE else q_len, BLOCK_M):
+            row = start + tl.arange(0, BLOCK_M)
+            q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+            dout = _load_tile(dout_ptr + head * D, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
+            per_query = tl.cast(head, tl.int64) * tokens + q_begin + row
+            lse = tl.load(lse_ptr + per_query, mask=row < q_len, other=0.0)
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+            visible = (col < k_len) & (col <= row[None, :]) if CAUSAL else col < k_len
+            p = tl.exp2(tl.where(visible, scores * scale - (lse * 1.4426950408889634)[None, :], float("-inf")))
+            if P > 0:
+                first, second = _load_words(words_ptr, per_query, tokens, H, row < q_len)
+                survival = _survival(first[None, :], second[None, :], 0, col, P)
+                dp *= survival
+                dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
+            else:
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            delta = tl.sum(p * dp, 0)
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision="ieee")
+            dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * (scale * 0.6931471805599453)
+            _store_tile(dq_ptr + head * D, dq, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
     at = (k_begin.to(tl.int64) * K + kv_head) * D
     _store_tile(dk_ptr + at, dk * (scale * 0.6931471805599453), 0, k_len, K * D, D, BLOCK_N, BLOCK_D)
     _store_tile(dv_ptr + at, dv, 0, k_len, K * D, D, BLOCK_N, BLOCK_D)
@@ -516,40 +481,6 @@ def _long_attention_dq_kernel(
 
 
 @jit
-def _long_dkv_tiles(
-    dk, dv, k, v, q_ptr, dout_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr,
-    first_key,  # inside the sequence
-    begin, end, q_len, tokens, scale, q_stride, dout_stride, width, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Goes along the queries from `begin` to `end`. Keys beyond the end of the sequence need no mask: their gradients
-    are not stored. Queries beyond it have dout = 0 and delta = 0, and add nothing."""
-    lane = tl.arange(0, BLOCK_N)[:, None]
-    for start in range(begin, end, BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        q = _load_tile(q_ptr, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
-        dout = _load_tile(dout_ptr, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
-        lse2 = tl.load(lse_ptr + row, mask=row < q_len, other=0.0) * 1.4426950408889634
-        delta = tl.load(delta_ptr + row, mask=row < q_len, other=0.0)
-        exponent = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse2[None, :]
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-        if bias_ptr is not None:
-            exponent += tl.load(bias_ptr + _bias_rows(row, width)[None, :] + first_key + lane)
-        if MASKED:
-            exponent = tl.where(first_key + lane <= row[None, :], exponent, float("-inf"))
-        p = tl.exp2(exponent)
-        if P > 0:
-            first, second = _load_words(words_ptr, row, tokens, H, row < q_len)
-            survival = _survival(first[None, :], second[None, :], first_key, lane, P)
-            dp *= survival
-            dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
-        else:
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
-@jit
 def _long_attention_dkv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr, dk_ptr, dv_ptr, q_offsets_ptr,
     k_offsets_ptr, tokens, scale, dout_stride, q_stride, k_stride, v_stride, width, sequences,
@@ -578,18 +509,33 @@ def _long_attention_dkv_kernel(
             bias_head = bias_ptr + head * 4 * width if bias_ptr is not None else bias_ptr
             whole = start * 0
             if CAUSAL:
-                begin = start // BLOCK_M * BLOCK_M
                 whole = tl.minimum((start + BLOCK_N + BLOCK_M - 2) // BLOCK_M * BLOCK_M, q_len)
-                dk, dv = _long_dkv_tiles(
-                    dk, dv, k, v, q_ptr + head * D, dout_ptr + head * D, bias_head, lse_ptr + per_query, words_head,
-                    delta_ptr + per_query, start, begin, whole, q_len, tokens, scale, q_stride, dout_stride, width,
-                    H, D, P, True, BLOCK_M, BLOCK_N, BLOCK_D,
-                )  # fmt: skip
-            dk, dv = _long_dkv_tiles(
-                dk, dv, k, v, q_ptr + head * D, dout_ptr + head * D, bias_head, lse_ptr + per_query, words_head,
-                delta_ptr + per_query, start, whole, q_len, q_len, tokens, scale, q_stride, dout_stride, width,
-                H, D, P, False, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
+            # Keys beyond the end of the sequence need no mask: their gradients are not stored. Queries beyond it have
+            # dout = 0 and delta = 0, and add nothing.
+            for MASKED in tl.static_range(1 if CAUSAL else 0, -1, -1):  # last the queries that see all of these keys
+                begin = start // BLOCK_M * BLOCK_M if MASKED else whole
+                lane = tl.arange(0, BLOCK_N)[:, None]
+                for first_query in range(begin, whole if MASKED else q_len, BLOCK_M):
+                    row = first_query + tl.arange(0, BLOCK_M)
+                    q = _load_tile(q_ptr + head * D, first_query, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+                    dout = _load_tile(dout_ptr + head * D, first_query, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
+                    lse2 = tl.load(lse_ptr + per_query + row, mask=row < q_len, other=0.0) * 1.4426950408889634
+                    delta = tl.load(delta_ptr + per_query + row, mask=row < q_len, other=0.0)
+                    exponent = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse2[None, :]
+                    dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+                    if bias_ptr is not None:
+                        exponent += tl.load(bias_head + _bias_rows(row, width)[None, :] + start + lane)
+                    if MASKED:
+                        exponent = tl.where(start + lane <= row[None, :], exponent, float("-inf"))
+                    p = tl.exp2(exponent)
+                    if P > 0:
+                        first, second = _load_words(words_head, row, tokens, H, row < q_len)
+                        survival = _survival(first[None, :], second[None, :], start, lane, P)
+                        dp *= survival
+                        dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
+                    else:
+                        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+                    dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
         at = (k_begin.to(tl.int64) * K + kv_head) * D
         _store_tile(dk_ptr + at, dk * (scale * 0.6931471805599453), start, k_len, K * D, D, BLOCK_N, BLOCK_D)
         _store_tile(dv_ptr + at, dv, start, k_len, K * D, D, BLOCK_N, BLOCK_D)
