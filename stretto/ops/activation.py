@@ -290,14 +290,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output if ctx.kind == "relu" else x, bias, key)
 
 
+@_activate.gradient(_save)
 def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     kept, bias, key = ctx.saved_tensors
     want_dbias = ctx.needs_input_grad[1]
     dx, _, dbias = _activate_backward(dh, kept, bias, ctx.kind, ctx.p, key, False, want_dbias)
     return dx, dbias if want_dbias else None, None, None, None
-
-
-_activate.register_autograd(_backward, setup_context=_save)
 
 
 def activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:

@@ -233,11 +233,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     shared.save(ctx, inputs, output, True, bias, rows, factor)
 
 
+@_add_affine.gradient(_save)
 def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     return shared.run_backward(ctx, _affine_backward, dy, dstream)
-
-
-_add_affine.register_autograd(_backward, setup_context=_save)
 
 
 def add_affine(

@@ -746,15 +746,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)  # no zeros in place of the gradients of lse and words
 
 
+@_attention.gradient(_save)
 def _backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 12
     *inputs, out, lse, words = ctx.saved_tensors
     dq, dk, dv, dbias = _attention_backward(*inputs, *ctx.options, None, dout, out, lse, words)
     return (dq, dk, dv, None if inputs[3] is None else dbias, *[None] * 8)
-
-
-_attention.register_autograd(_backward, setup_context=_save)
 
 
 def attention(

@@ -238,15 +238,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)  # else the gradients of the gradients would be made, as zeros of their size
 
 
+@_linear_cross_entropy.gradient(_save)
 def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     scaled = (
         None if dtype is None or dloss is None else _scale_gradient(gradient, dloss, dtype)
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     )
     return (*scaled, *[None] * 4)
-
-
-_linear_cross_entropy.register_autograd(_backward, setup_context=_save)
 
 
 def linear_cross_entropy(

@@ -132,11 +132,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(key, rows)
 
 
+@_dropout.gradient(_save)
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     return _dropout(dy, ctx.p, *ctx.saved_tensors), None, None, None  # dropout is linear: the same mask and factor
-
-
-_dropout.register_autograd(_backward, setup_context=_save)
 
 
 def dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -353,6 +353,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[9:]
 
 
+@_embed.gradient(_save)
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     a = Forward(*ctx.saved_tensors, *ctx.options)
     dweight = dbias = None
@@ -374,9 +375,6 @@ def _table_gradient(dx: Tensor, ids: Tensor | None, table: Any, scale: float = 1
     # every token looked up row 0
     first = dx.sum(0, keepdim=True, dtype=wide_dtype(dx.dtype))
     return F.pad(first, (0, 0, 0, len(table) - 1)).to(table.dtype)
-
-
-_embed.register_autograd(_backward, setup_context=_save)
 
 
 def embed(

@@ -46,8 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x weight^T + bias for x [T, C], weight [O, C] and bias [O], in the dtype of x or, like F.linear, of an
     enclosing autocast. The product itself adds the bias."""
     dtype = product_dtype(x)
-    out: Tensor = _Linear.apply(x.to(dtype), weight.to(dtype), bias)
-    return out
+    return _Linear.apply(x.to(dtype), weight.to(dtype), bias)
 
 
 def _multiply_all(x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -90,6 +89,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, *weights)
 
 
+@_linears.gradient(_save)
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, list[Tensor]]:
     x, *weights = ctx.saved_tensors
     need_x = ctx.needs_input_grad[0]
@@ -97,12 +97,8 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, list[Tensor]]:
     return (gradients[0], gradients[1:]) if need_x else (None, gradients)
 
 
-_linears.register_autograd(_backward, setup_context=_save)
-
-
 def linears(x: Tensor, weights: list[Tensor]) -> Tensor:
     """Returns x [T, C] times each of several weights [O, C], side by side, [T, sum of O], in the dtype of x or of an
     enclosing autocast. The weights are not copied into one matrix, neither here nor for the backward pass."""
     dtype = product_dtype(x)
-    out: Tensor = _linears(x.to(dtype), [weight.to(dtype) for weight in weights])
-    return out
+    return _linears(x.to(dtype), [weight.to(dtype) for weight in weights])

@@ -137,15 +137,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)  # no zeros in place of the gradients of kept and h
 
 
+@_mlp.gradient(_save)
 def _backward(ctx: Any, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     *inputs, down_bias, key, kept, h = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[:5])
     gradients = fill_in(_mlp_backward(dout, *inputs, kept, h, ctx.kind, ctx.p, key, needed), needed)
     given = (None if g is None else g.to(t.dtype) for g, t in zip(gradients, (*inputs, down_bias), strict=True))
     return *given, None, None, None, None
-
-
-_mlp.register_autograd(_backward, setup_context=_save)
 
 
 def mlp(
@@ -191,6 +189,7 @@ def _save_pre(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(pre, bias, weight, key)
 
 
+@_activate_linear.gradient(_save_pre)
 def _backward_pre(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     pre, bias, weight, key = ctx.saved_tensors
     need_pre, need_bias, need_weight = wanted = ctx.needs_input_grad[:3]
@@ -198,9 +197,6 @@ def _backward_pre(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     found = _activate_linear_backward(dout, pre, bias, weight, None, ctx.kind, ctx.p, key, needed)
     gradients = fill_in(found, needed)
     return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), None, None, None
-
-
-_activate_linear.register_autograd(_backward_pre, setup_context=_save_pre)
 
 
 def activate_linear(

@@ -226,11 +226,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     shared.save(ctx, inputs, output, scale is None and branch_at is None, scale, branch_at, y_at)
 
 
+@_add_norm.gradient(_save)
 def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     return shared.run_backward(ctx, _norm_backward, dy, dstream)
-
-
-_add_norm.register_autograd(_backward, setup_context=_save)
 
 
 def add_norm(

@@ -63,19 +63,24 @@ class Op:
         places = [list(types).index(parameter.name) for parameter in needed if parameter.default is parameter.empty]
         self.definition.register_fake(lambda *args: fake(*(args[i] for i in places)))
 
-    def register_autograd(self, backward: Body, *, setup_context: Callable[..., None]) -> None:
-        self.definition.register_autograd(backward, setup_context=setup_context)
+    def gradient(self, save: Callable[..., None]) -> Callable[[Body], Body]:
+        """Decorates the function that computes the gradients, from what `save` kept after the forward pass."""
 
-        def make_function(body: Body) -> Any:
+        def make_function(body: Body, backward: Body) -> Any:
             def forward(ctx: Any, *args: Any) -> Any:
                 output = body(*args)
-                setup_context(ctx, args, output)
+                save(ctx, args, output)
                 return output
 
             methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
             return type(self.overload.name(), (torch.autograd.Function,), methods)
 
-        self.functions = {device: make_function(body) for device, body in self.bodies.items()}
+        def register(backward: Body) -> Body:
+            self.definition.register_autograd(backward, setup_context=save)
+            self.functions = {device: make_function(body, backward) for device, body in self.bodies.items()}
+            return backward
+
+        return register
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched():
