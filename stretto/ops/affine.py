@@ -254,5 +254,5 @@ def add_affine(
         raise ValueError(f"add_affine takes an axis of {', '.join(AXES)}, not {axis!r}")
     if branch is None and branch_bias is not None:
         raise ValueError("add_affine takes a branch_bias only with a branch")
-    a = Forward(branch, residual, branch_bias, weight, bias, p, key, post)
+    a = (branch, residual, branch_bias, weight, bias, p, key, post)
     return shared.add(_add_affine, "add_affine", a, rows, factor, stride, axis)

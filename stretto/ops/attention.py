@@ -51,7 +51,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.dropout import mix, mix_ref, row_words
+from stretto.ops.dropout import mix, mix_ref, row_words, row_words_ref
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.op import Op
 
@@ -80,10 +80,8 @@ def words_ref(key: Tensor | None, token: Tensor, heads: int) -> Tensor:
     """The words [2, H, T], int32, of the queries with the numbers `token` [T]; no words without a key."""
     if key is None:
         return torch.empty(2, heads, 0, dtype=torch.int32)
-    (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
     row = token * heads + torch.arange(heads, device=key.device)[:, None]
-    words = [mix_ref((mix_ref(row ^ low) + high) & _WORD) for low, high in ((a, b), (c, d))]
-    return torch.stack(words).to(torch.int32)
+    return torch.stack(row_words_ref(key, row)).to(torch.int32)
 
 
 def keep_ref(words: Tensor, col: Tensor, p: float) -> Tensor:

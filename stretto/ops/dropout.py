@@ -53,11 +53,15 @@ def mix_ref(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def row_words_ref(key: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """The two words of each row."""
+    (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
+    return mix_ref((mix_ref(row ^ a) + b) & _WORD), mix_ref((mix_ref(row ^ c) + d) & _WORD)
+
+
 def hash_ref(key: Tensor, row: Tensor, col: Tensor) -> Tensor:
     """32 random bits for each (row, column); the definition of correct."""
-    (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
-    first = mix_ref((mix_ref(row ^ a) + b) & _WORD)
-    second = mix_ref((mix_ref(row ^ c) + d) & _WORD)
+    first, second = row_words_ref(key, row)
     return mix_ref((mix_ref(col ^ first) + second) & _WORD)
 
 
@@ -88,7 +92,7 @@ def mix(x):
 
 @jit
 def row_words(key_ptr, row):
-    """The two words of a row, or of a block of rows, which `keeps` needs."""
+    """Computes row_words_ref on uint32, for a row or a block of rows."""
     low = tl.load(key_ptr).to(tl.uint64, bitcast=True)
     high = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
     row = row.to(tl.uint32)
@@ -119,8 +123,7 @@ def launch_dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Ten
     x = dense_rows(x)
     y = x.new_empty(count, cols)
     if y.numel():
-        block = 1024
-        _dropout_kernel[(count, cdiv(cols, block))](x, y, key, rows, cols, x.stride(0), P=p, BLOCK=block)
+        _dropout_kernel[(count, cdiv(cols, 1024))](x, y, key, rows, cols, x.stride(0), P=p, BLOCK=1024)
     return y
 
 

@@ -248,7 +248,7 @@ def add_norm(
         if at is not None and (at.shape != residual.shape[:1] or at.dtype != torch.int32):
             raise ValueError(f"add_norm takes places [{len(residual)}], int32, not {list(at.shape)}, {at.dtype}")
     check_width(residual, branch_bias, weight, norm_bias)
-    a = Forward(branch, residual, branch_bias, weight, norm_bias, p, key, post)
+    a = (branch, residual, branch_bias, weight, norm_bias, p, key, post)
     places = (scale, branch_at, y_at, len(residual) if y_at is None else y_rows)
     return shared.add(_add_norm, "add_norm", a, eps, rms, *places, all_tokens=branch_at is None)
 

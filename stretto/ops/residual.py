@@ -22,7 +22,6 @@ from torch import Tensor
 
 from stretto.ops.dropout import drop_ref, keeps, row_words
 from stretto.ops.language import dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
-from stretto.ops.op import fill_in
 from stretto.ops.sums import launch_sums
 
 
@@ -219,9 +218,10 @@ def run_backward(ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None) -
     dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
     stream, stats, weight, key, *own = ctx.saved_tensors
     saved = (stream, stats, weight, key, ctx.p, ctx.post, ctx.branch_rows)
-    needed = [True, ctx.branch_rows is not None, *(dtype is not None for dtype in dtypes)]
-    dresidual, dbranch, dweight, dbias, dbranch_bias = fill_in(op(dy, dstream, *saved, *dtypes, *own), needed)
-    dbranch = dresidual if dbranch is None else dbranch
+    gradients = iter(op(dy, dstream, *saved, *dtypes, *own))
+    dresidual = next(gradients)
+    dbranch = dresidual if ctx.branch_rows is None else next(gradients)
+    dweight, dbias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
     return dbranch if for_branch else None, dresidual, dbranch_bias, dweight, dbias, *(None,) * (count - 5)
 
 
@@ -238,10 +238,10 @@ class Again(torch.autograd.Function):
         return None, dy
 
 
-def add(op: Any, name: str, a: Forward, *own: Any, all_tokens: bool = True) -> tuple[Tensor, Tensor]:
-    """Calls a forward op, and returns y and what the next branch is added to. `all_tokens`: the branch has a row for
-    each token."""
-    branch, residual, p, key = a.branch, a.residual, a.p, a.key
+def add(op: Any, name: str, a: tuple[Any, ...], *own: Any, all_tokens: bool = True) -> tuple[Tensor, Tensor]:
+    """Calls a forward op with the fields of `Forward` and `own` arguments, and returns y and what the next branch is
+    added to. `all_tokens`: the branch has a row for each token."""
+    branch, residual, *parameters, p, key, post = a
     if branch is not None and (branch.dtype != residual.dtype or (all_tokens and branch.shape != residual.shape)):
         raise ValueError(
             f"{name} takes branch and residual of one shape and dtype, "
@@ -250,7 +250,7 @@ def add(op: Any, name: str, a: Forward, *own: Any, all_tokens: bool = True) -> t
     if not 0 <= p < 1 or (p > 0 and branch is not None and (key is None or key.shape != (2,))):
         raise ValueError(f"{name} takes 0 <= p < 1, and a key [2] with p > 0, not p = {p} and key = {key}")
     drops = p > 0 and branch is not None
-    y, stream, _ = op(*a[:5], p if drops else 0.0, key if drops else None, a.post, *own)
+    y, stream, _ = op(branch, residual, *parameters, p if drops else 0.0, key if drops else None, post, *own)
     if branch is None:
-        return y, y if a.post else residual
-    return y, Again.apply(y, stream) if a.post else stream
+        return y, y if post else residual
+    return y, Again.apply(y, stream) if post else stream
