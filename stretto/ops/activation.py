@@ -26,89 +26,65 @@ Traffic in bf16: 4 bytes an element of h forward (gated 6), 6 backward (gated 10
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.dropout import dropout_ref, keeps, row_words
+from stretto.ops.dropout import drop_ref, keeps, row_words
 from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
-from stretto.ops.op import define
+from stretto.ops.op import Op
 from stretto.ops.sums import launch_sums
 
 GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what a gated kind does to its gate
 KINDS = ("gelu", "gelu_tanh", "relu", "silu", *GATES)
 
 
+_ACT: dict[str, Any] = {
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+_ACT_BACKWARD: dict[str, Any] = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu": torch.ops.aten.gelu_backward,
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+
+
 def activate_ref(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    y = _add_bias(x, bias)
+    y = wide(x) if bias is None else wide(x) + bias
     if kind in GATES:
         gate, value = y.chunk(2, dim=1)
-        h = _act(gate, GATES[kind]) * value
+        h = _ACT[GATES[kind]](gate) * value
     else:
-        h = _act(y, kind)
-    return _drop(h, p, key).to(x.dtype).contiguous()
+        h = _ACT[kind](y)
+    return drop_ref(h, p, key).to(x.dtype).contiguous()
 
 
-class Backward(NamedTuple):
-    """The arguments of the backward pass."""
-
-    dh: Tensor  # [T, I]
-    kept: Tensor  # x, or for relu h: relu has no other use for the bias and never wants h again
-    bias: Tensor | None
-    kind: str
-    p: float
-    key: Tensor | None
-    want_h: bool
-    want_dbias: bool
-
-
-def activate_backward_ref(a: Backward) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx; h, if it is wanted; the column sums of dx in the dtype of the bias, if they are wanted. This is the
-    gradient of activate_ref written out, because autograd does not reach inside of an op."""
-    dh, kept, bias, kind, p, key, want_h, want_dbias = a
+def activate_backward_ref(
+    dh: Tensor, kept: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None,
+    want_h: bool, want_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns dx; h, if it is wanted; the column sums of dx in the dtype of the bias, if they are wanted. `kept` is x,
+    or for relu h: relu has no other use for the bias and never wants h again. This is the gradient of activate_ref
+    written out, because autograd does not reach inside of an op."""
     dy = wide(dh)
     if kind == "relu":
         dx = torch.where(kept <= 0, 0.0, dy / (1 - p))
     else:
-        dy, y = _drop(dy, p, key), _add_bias(kept, bias)
+        dy, y = drop_ref(dy, p, key), wide(kept) if bias is None else wide(kept) + bias
         if kind in GATES:
             gate, value = y.chunk(2, dim=1)
-            dx = torch.cat([_act_backward(dy * value, gate, GATES[kind]), dy * _act(gate, GATES[kind])], dim=1)
+            dx = torch.cat([_ACT_BACKWARD[GATES[kind]](dy * value, gate), dy * _ACT[GATES[kind]](gate)], dim=1)
         else:
-            dx = _act_backward(dy, y, kind)
+            dx = _ACT_BACKWARD[kind](dy, y)
     h = activate_ref(kept, bias, kind, p, key) if want_h else kept.new_empty(0)
     dbias = dx.sum(0).to(_dbias_dtype(kept, bias)) if want_dbias else dx.new_empty(0)
     return dx.to(kept.dtype).contiguous(), h, dbias
-
-
-def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return wide(x) if bias is None else wide(x) + bias
-
-
-def _drop(h: Tensor, p: float, key: Tensor | None) -> Tensor:
-    return h if key is None or p == 0.0 else dropout_ref(h, p, key)
-
-
-def _act(x: Tensor, kind: str) -> Tensor:
-    if kind == "relu":
-        return F.relu(x)
-    return F.silu(x) if kind == "silu" else F.gelu(x, approximate=_approximation(kind))
-
-
-def _act_backward(dy: Tensor, x: Tensor, kind: str) -> Tensor:
-    dx: Tensor = (
-        torch.ops.aten.silu_backward(dy, x)
-        if kind == "silu"
-        else torch.ops.aten.gelu_backward(dy, x, approximate=_approximation(kind))
-    )
-    return dx
-
-
-def _approximation(kind: str) -> str:
-    return "tanh" if kind == "gelu_tanh" else "none"
 
 
 @jit
@@ -265,9 +241,11 @@ def launch_activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Te
     return h
 
 
-def launch_activate_backward(a: Backward, overwrite_dh: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def launch_activate_backward(
+    dh: Tensor, kept: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None,
+    want_h: bool, want_dbias: bool, overwrite_dh: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`overwrite_dh` puts dx where dh was, if both have one shape: for a caller to whom dh is a temporary."""
-    dh, kept, bias, kind, p, key, want_h, want_dbias = a
     dh, kept = dense_rows(dh), dense_rows(kept)
     rows, cols = dh.shape
     dx, h, dbias = _new_gradients(dh, kept, bias, want_h, want_dbias, overwrite_dh and kind not in GATES)
@@ -303,8 +281,8 @@ def _dbias_dtype(kept: Tensor, bias: Tensor | None) -> torch.dtype:
     return wide_dtype(kept.dtype) if bias is None else bias.dtype
 
 
-_activate = define("activate", activate_ref, launch_activate, fake=_new_h)
-_activate_backward = define("activate_backward", activate_backward_ref, launch_activate_backward, fake=_new_gradients)
+_activate = Op("activate", activate_ref, launch_activate, fake=_new_h)
+_activate_backward = Op("activate_backward", activate_backward_ref, launch_activate_backward, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -312,14 +290,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output if ctx.kind == "relu" else x, bias, key)
 
 
+@_activate.gradient(_save)
 def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     kept, bias, key = ctx.saved_tensors
     want_dbias = ctx.needs_input_grad[1]
     dx, _, dbias = _activate_backward(dh, kept, bias, ctx.kind, ctx.p, key, False, want_dbias)
     return dx, dbias if want_dbias else None, None, None, None
-
-
-_activate.register_autograd(_backward, setup_context=_save)
 
 
 def activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:

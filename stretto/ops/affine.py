@@ -31,63 +31,19 @@ tensors.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from stretto.ops import residual as shared
 from stretto.ops.dropout import keeps, row_words
-from stretto.ops.language import dense_rows, jit, next_power_of_2, tl, wide, wide_dtype
+from stretto.ops.language import dense_rows, jit, tl, wide, wide_dtype
 from stretto.ops.norm import check_width
-from stretto.ops.op import define
-from stretto.ops.residual import (
-    add_ref,
-    check_sum,
-    choose_results,
-    launch_backward,
-    new_gradients,
-    run_backward,
-    save,
-    split_gradient_ref,
-)
+from stretto.ops.op import Op
+from stretto.ops.residual import Backward, Forward, add_row, store_sums
 
 EPS = 1e-5  # a dead token or channel is pulled back by a finite force
 AXES = ("token", "channel", "layer")
-
-
-class Forward(NamedTuple):
-    branch: Tensor | None  # None: the residual is the stream
-    residual: Tensor
-    branch_bias: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    rows: Tensor | None  # None: nothing is pulled
-    factor: Tensor | None
-    stride: int
-    axis: str
-    p: float
-    key: Tensor | None
-    post: bool
-
-
-class Backward(NamedTuple):
-    """See residual.py."""
-
-    dy: Tensor | None
-    dstream: Tensor | None
-    stream: Tensor
-    stats: Tensor
-    weight: Tensor | None
-    key: Tensor | None
-    bias: Tensor | None
-    rows: Tensor | None
-    factor: Tensor | None
-    p: float
-    post: bool
-    branch_rows: int | None
-    weight_dtype: torch.dtype | None
-    bias_dtype: torch.dtype | None
-    branch_bias_dtype: torch.dtype | None
 
 
 def standardization_loss(y: Tensor, rows: Tensor, axis: str, eps: float = EPS) -> Tensor:
@@ -123,51 +79,42 @@ def affine_ref(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def add_affine_ref(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+def add_affine_ref(
+    a: Forward, rows: Tensor | None, factor: Tensor | None, stride: int, axis: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, stream and stats."""
-    y, stream, stats = new_outputs(a.branch, a.residual, a.rows, a.axis)
+    y, stream, stats = new_outputs(a.branch, a.residual, rows, axis)
     x = a.residual
     if a.branch is not None:
-        x = stream.copy_(add_ref(a.branch, x, a.branch_bias, a.p, a.key))
-    return y.copy_(affine_ref(x, a.weight, a.bias)), stream, fill_stats(stats, x, a)
+        x = stream.copy_(shared.add_ref(a.branch, x, a.branch_bias, a.p, a.key))
+    fill_stats(stats, x, a, rows, stride, axis)
+    return y.copy_(affine_ref(x, a.weight, a.bias)), stream, stats
 
 
-def affine_backward_ref(a: Backward) -> list[Tensor]:
+def affine_backward_ref(a: Backward, bias: Tensor | None, rows: Tensor | None, factor: Tensor | None) -> list[Tensor]:
     """Returns the gradients in the order of split_gradient_ref."""
-    dy, dstream = a.dy, a.dstream
-    if a.post and dy is not None and dstream is not None:
-        dy, dstream = wide(dy) + dstream, None
-    dx = torch.zeros_like(a.stream, dtype=wide_dtype(a.stream.dtype)) if dstream is None else wide(dstream)
+    dy, dx = shared.open_gradient_ref(a)
     sums = []
     if dy is not None:
-        dy = wide(dy)
-        if a.rows is not None and a.factor is not None:
-            dy = dy + a.factor * pull_ref(affine_ref(a.stream, a.weight, a.bias), a.rows, a.stats)
+        if rows is not None and factor is not None:
+            dy = dy + factor * pull_ref(affine_ref(a.stream, a.weight, bias), rows, a.stats)
         dx = dx + (dy if a.weight is None else dy * a.weight)
         sums = [(a.weight_dtype, dy * a.stream), (a.bias_dtype, dy)]
-    return split_gradient_ref(a, dx, sums)
+    return shared.split_gradient_ref(a, dx, sums, None, None)
 
 
 @jit
 def _affine_kernel(
-    branch_ptr,  # None: the residual is the stream, which is not written
-    residual_ptr, branch_bias_ptr, weight_ptr, bias_ptr, key_ptr, y_ptr, stream_ptr, cols, branch_stride,
+    branch_ptr, residual_ptr, branch_bias_ptr, weight_ptr, bias_ptr, key_ptr, y_ptr, stream_ptr, cols, branch_stride,
     residual_stride, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < cols
-    x = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
-    if branch_ptr is not None:
-        branch = tl.load(branch_ptr + row * branch_stride + col, mask=inside, other=0.0).to(tl.float32)
-        if branch_bias_ptr is not None:
-            branch += tl.load(branch_bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
-        if P > 0:
-            first, second = row_words(key_ptr, row)
-            branch = tl.where(keeps(first, second, col, P), branch * (1 / (1 - P)), 0.0)
-        stream = (x + branch).to(stream_ptr.dtype.element_ty)
-        tl.store(stream_ptr + row * cols + col, stream, mask=inside)
-        x = stream.to(tl.float32)
+    x = add_row(
+        branch_ptr, residual_ptr, branch_bias_ptr, key_ptr, None, None, stream_ptr,
+        row, col, inside, cols, branch_stride, residual_stride, P,
+    )  # fmt: skip
     if weight_ptr is not None:
         x *= tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
@@ -240,16 +187,12 @@ def _affine_backward_kernel(
             tl.store(dbranch_ptr + row * cols + col, dx.to(dbranch_ptr.dtype.element_ty), mask=inside)
         if DBRANCH_BIAS:
             dbranch_bias += dx
-    sums_ptr += program.to(tl.int64) * (DWEIGHT + DBIAS + DBRANCH_BIAS) * cols + col
-    if DWEIGHT:
-        tl.store(sums_ptr, dweight, mask=inside)
-    if DBIAS:
-        tl.store(sums_ptr + DWEIGHT * cols, dbias, mask=inside)
-    if DBRANCH_BIAS:
-        tl.store(sums_ptr + (DWEIGHT + DBIAS) * cols, dbranch_bias, mask=inside)
+    store_sums(sums_ptr, program, dweight, dbias, dbranch_bias, col, cols, DWEIGHT, DBIAS, DBRANCH_BIAS)
 
 
-def new_outputs(branch: Tensor | None, residual: Tensor, rows: Tensor | None, axis: str) -> tuple[Tensor, ...]:
+def new_outputs(
+    branch: Tensor | None, residual: Tensor, rows: Tensor | None, axis: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Empty y, stream and stats; the stream is empty without a branch, as in norm.py."""
     num_rows, cols = residual.shape
     by_channel = rows is not None and axis != "token"
@@ -257,66 +200,49 @@ def new_outputs(branch: Tensor | None, residual: Tensor, rows: Tensor | None, ax
     return residual.new_empty(num_rows, cols), residual.new_empty(0 if branch is None else num_rows, cols), stats
 
 
-def fill_stats(stats: Tensor, stream: Tensor, a: Forward) -> Tensor:
+def fill_stats(stats: Tensor, stream: Tensor, a: Forward, rows: Tensor | None, stride: int, axis: str) -> None:
     """Fills in the statistics of y as the backward pass computes y again, which is not rounded."""
-    if a.rows is not None and stats.numel():
-        y = affine_ref(stream[:: a.stride], a.weight, a.bias)
-        for part, value in zip(stats, moments_ref(y, a.rows[:: a.stride], a.axis), strict=True):
+    if rows is not None and stats.numel():
+        y = affine_ref(stream[::stride], a.weight, a.bias)
+        for part, value in zip(stats, moments_ref(y, rows[::stride], axis), strict=True):
             part.copy_(value)
-    return stats
 
 
-def launch_add_affine(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
-    y, stream, stats = new_outputs(a.branch, a.residual, a.rows, a.axis)
-    branch, residual, (num_rows, cols) = dense_rows(a.branch), dense_rows(a.residual), a.residual.shape
-    if num_rows:
-        block = next_power_of_2(cols)  # and warps as in norm.py
-        _affine_kernel[(num_rows,)](
-            branch, residual, dense_rows(a.branch_bias), dense_rows(a.weight), dense_rows(a.bias), a.key, y, stream,
-            cols, 0 if branch is None else branch.stride(0), residual.stride(0),
-            P=a.p, BLOCK=block, num_warps=max(1, block // 1024),
-        )  # fmt: skip
-    return y, stream, fill_stats(stats, residual if branch is None else stream, a)
+def launch_add_affine(
+    a: Forward, rows: Tensor | None, factor: Tensor | None, stride: int, axis: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, stream, stats = new_outputs(a.branch, a.residual, rows, axis)
+    shared.launch_forward(_affine_kernel, a, y, stream)
+    fill_stats(stats, a.residual if a.branch is None else stream, a, rows, stride, axis)
+    return y, stream, stats
 
 
-def launch_affine_backward(a: Backward) -> list[Tensor]:
-    stats = a.stats if a.stats.numel() else None
-    return launch_backward(
-        _affine_backward_kernel, a, stats, dense_rows(a.weight), a.key, dense_rows(a.bias), a.rows, a.factor,
-        EPSILON=EPS,
-    )  # fmt: skip
+def launch_affine_backward(
+    a: Backward, bias: Tensor | None, rows: Tensor | None, factor: Tensor | None
+) -> list[Tensor]:
+    own = (a.stats if a.stats.numel() else None, dense_rows(a.weight), a.key, dense_rows(bias), rows, factor)
+    return shared.launch_backward(_affine_backward_kernel, a, *own, EPSILON=EPS)
 
 
-_add_affine = define("add_affine", add_affine_ref, launch_add_affine, fake=new_outputs)
-_affine_backward = define("affine_backward", affine_backward_ref, launch_affine_backward, fake=new_gradients)
+_add_affine = Op("add_affine", add_affine_ref, launch_add_affine, fake=new_outputs)
+_affine_backward = Op("affine_backward", affine_backward_ref, launch_affine_backward, fake=shared.new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    a = Forward._make(inputs)
-    save(ctx, a, output, a.key is None, a.bias, a.rows, a.factor)
+    *_, bias, _, _, _, rows, factor, _, _ = inputs
+    shared.save(ctx, inputs, output, True, bias, rows, factor)
 
 
+@_add_affine.gradient(_save)
 def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    return run_backward(ctx, _affine_backward, dy, dstream)
-
-
-_add_affine.register_autograd(_backward, setup_context=_save)
+    return shared.run_backward(ctx, _affine_backward, dy, dstream)
 
 
 def add_affine(
-    branch: Tensor | None,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    key: Tensor | None,
-    post: bool = False,
-    rows: Tensor | None = None,
-    factor: Tensor | None = None,
-    stride: int = 1,
-    axis: str = "token",
-) -> tuple[Tensor, Tensor]:
+    branch: Tensor | None, residual: Tensor, branch_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    p: float, key: Tensor | None, post: bool = False,
+    rows: Tensor | None = None, factor: Tensor | None = None, stride: int = 1, axis: str = "token",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y, the affine of stream = residual + dropout(branch + branch_bias), and what the next branch is added to:
     the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. `rows` and `factor`,
     both or neither, say how strongly the backward pass pulls y towards mean 0 and variance 1."""
@@ -328,9 +254,5 @@ def add_affine(
         raise ValueError(f"add_affine takes an axis of {', '.join(AXES)}, not {axis!r}")
     if branch is None and branch_bias is not None:
         raise ValueError("add_affine takes a branch_bias only with a branch")
-    check_sum("add_affine", branch, residual, p, key)
-    key = key if p > 0 and branch is not None else None
-    p = p if key is not None else 0.0
-    pull = (rows, factor, stride, axis)
-    y, stream, _ = _add_affine(branch, residual, branch_bias, weight, bias, *pull, p, key, post)
-    return choose_results(branch, residual, y, stream, post)
+    a = (branch, residual, branch_bias, weight, bias, p, key, post)
+    return shared.add(_add_affine, "add_affine", a, rows, factor, stride, axis)

@@ -51,9 +51,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.dropout import mix, mix_ref, row_words
+from stretto.ops.dropout import mix, mix_ref, row_words, row_words_ref
 from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
-from stretto.ops.op import define
+from stretto.ops.op import Op
 
 MOST_CHANNELS = 128  # of one head
 _MARGIN = 128  # longest side of a tile
@@ -73,35 +73,15 @@ class Forward(NamedTuple):
     causal: bool
     scale: float
     p: float
-    key: Tensor | None
-
-
-class Backward(NamedTuple):
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    out: Tensor
-    lse: Tensor
-    words: Tensor
-    q_offsets: Tensor
-    k_offsets: Tensor
-    q_max: int
-    k_max: int
-    causal: bool
-    scale: float
-    p: float
+    key: Tensor | None  # None: no dropout, or the backward pass, which has the words
 
 
 def words_ref(key: Tensor | None, token: Tensor, heads: int) -> Tensor:
     """The words [2, H, T], int32, of the queries with the numbers `token` [T]; no words without a key."""
     if key is None:
         return torch.empty(2, heads, 0, dtype=torch.int32)
-    (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
     row = token * heads + torch.arange(heads, device=key.device)[:, None]
-    words = [mix_ref((mix_ref(row ^ low) + high) & _WORD) for low, high in ((a, b), (c, d))]
-    return torch.stack(words).to(torch.int32)
+    return torch.stack(row_words_ref(key, row)).to(torch.int32)
 
 
 def keep_ref(words: Tensor, col: Tensor, p: float) -> Tensor:
@@ -155,9 +135,11 @@ def attention_ref(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(outs), torch.cat(sums, 1), words
 
 
-def attention_backward_ref(a: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_backward_ref(
+    a: Forward, dout: Tensor, out: Tensor, lse: Tensor, words: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dq, dk, dv and dbias, which is empty without a bias, by the formulas above, sequence by sequence."""
-    q, k, v, bias = a.q, a.k, a.v, a.bias
+    q, k, v, bias = a[:4]
     dq, dk, dv, dbias = _new_gradients(q, k, v, bias)
     heads, kv_heads = q.shape[1], k.shape[1]
     dbias.zero_()
@@ -168,10 +150,10 @@ def attention_backward_ref(a: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
     for rows, cols in _sequences(a.q_offsets, a.k_offsets):
         scores = _scores_ref(q[rows], k[cols], bias, a.causal, a.scale)
-        probabilities = torch.exp(scores - a.lse[:, rows, None])
-        survival = _survival_ref(a.words[..., rows], scores, a.p)
+        probabilities = torch.exp(scores - lse[:, rows, None])
+        survival = _survival_ref(words[..., rows], scores, a.p)
         keys, values = (wide(t[cols]).repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
-        grad = wide(a.dout[rows])
+        grad = wide(dout[rows])
         dprobabilities = torch.einsum("qhd,khd->hqk", grad, values) * survival
         delta = (probabilities * dprobabilities).sum(-1, keepdim=True)
         dscores = probabilities * (dprobabilities - delta)
@@ -258,36 +240,6 @@ def _bias_rows(row, width):
 
 
 @jit
-def _short_forward_tile(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, start, head, q_begin, q_len, k_len, tokens, scale,
-    q_stride, k_stride, v_stride, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-    P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The queries of one head from `start` on."""
-    row, col = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
-    k = _load_tile(k_ptr + head // GROUP * D, 0, k_len, k_stride, D, BLOCK_N, BLOCK_D)
-    v = _load_tile(v_ptr + head // GROUP * D, 0, k_len, v_stride, D, BLOCK_N, BLOCK_D)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    col = col[None, :]
-    visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
-    scores = tl.where(visible, scores, float("-inf"))
-    highest = tl.max(scores, 1) * scale
-    # -inf less -inf, for a query without keys, would be NaN
-    p = tl.exp2(scores * scale - tl.where(highest > float("-inf"), highest, 0.0)[:, None])
-    total = tl.sum(p, 1)
-    if P > 0:
-        first, second = _draw_words(words_ptr, key_ptr, q_begin + row, head, tokens, H, row < q_len)
-        p *= _survival(first[:, None], second[:, None], 0, col, P)
-    out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    total = tl.where(total > 0, total, 1.0)
-    out *= (1 / total)[:, None]
-    _store_tile(out_ptr + head * D, out, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
-    lse = (highest + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse_ptr + tl.cast(head, tl.int64) * tokens + q_begin + row, lse, mask=row < q_len)
-
-
-@jit
 def _short_attention_kernel(
     q_ptr, k_ptr, v_ptr,
     out_ptr,  # [T, H, D], contiguous
@@ -315,51 +267,31 @@ def _short_attention_kernel(
     k_ptr += k_begin.to(tl.int64) * k_stride
     v_ptr += k_begin.to(tl.int64) * v_stride
     out_ptr += q_begin.to(tl.int64) * H * D
-    if SINGLE:
-        _short_forward_tile(
-            q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, 0, head, q_begin, q_len, k_len, tokens, scale,
-            q_stride, k_stride, v_stride, H, GROUP, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    else:
-        tiles = tl.cdiv(q_len, BLOCK_M)
-        for i in range(HEADS * tiles):
-            _short_forward_tile(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, words_ptr, key_ptr, i % tiles * BLOCK_M, head + i // tiles,
-                q_begin, q_len, k_len, tokens, scale, q_stride, k_stride, v_stride,
-                H, GROUP, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-
-
-@jit
-def _short_backward_tile(
-    dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, start, head, q_begin, q_len, k_len, tokens, scale,
-    dout_stride, q_stride, H: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Stores dq of the queries from `start` on, and returns dk and dv with the part of these queries added."""
-    col = tl.arange(0, BLOCK_N)[:, None]
-    row = start + tl.arange(0, BLOCK_M)
-    q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
-    dout = _load_tile(dout_ptr + head * D, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
-    per_query = tl.cast(head, tl.int64) * tokens + q_begin + row
-    lse = tl.load(lse_ptr + per_query, mask=row < q_len, other=0.0)
-    scores = tl.dot(k, tl.trans(q), input_precision="ieee")
-    dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-    visible = (col < k_len) & (col <= row[None, :]) if CAUSAL else col < k_len
-    p = tl.exp2(tl.where(visible, scores * scale - (lse * 1.4426950408889634)[None, :], float("-inf")))
-    if P > 0:
-        first, second = _load_words(words_ptr, per_query, tokens, H, row < q_len)
-        survival = _survival(first[None, :], second[None, :], 0, col, P)
-        dp *= survival
-        dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
-    else:
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-    delta = tl.sum(p * dp, 0)
-    ds = (p * (dp - delta[None, :])).to(q.dtype)
-    dk = tl.dot(ds, q, dk, input_precision="ieee")
-    dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * (scale * 0.6931471805599453)
-    _store_tile(dq_ptr + head * D, dq, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
-    return dk, dv
+    tiles = tl.cdiv(q_len, BLOCK_M)
+    for i in range(1 if SINGLE else HEADS * tiles):
+        start = 0 if SINGLE else i % tiles * BLOCK_M
+        at = head if SINGLE else head + i // tiles
+        row, col = start + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        q = _load_tile(q_ptr + at * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+        k = _load_tile(k_ptr + at // GROUP * D, 0, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr + at // GROUP * D, 0, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        col = col[None, :]
+        visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
+        scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.max(scores, 1) * scale
+        # -inf less -inf, for a query without keys, would be NaN
+        p = tl.exp2(scores * scale - tl.where(highest > float("-inf"), highest, 0.0)[:, None])
+        total = tl.sum(p, 1)
+        if P > 0:
+            first, second = _draw_words(words_ptr, key_ptr, q_begin + row, at, tokens, H, row < q_len)
+            p *= _survival(first[:, None], second[:, None], 0, col, P)
+        out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        total = tl.where(total > 0, total, 1.0)
+        out *= (1 / total)[:, None]
+        _store_tile(out_ptr + at * D, out, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
+        lse = (highest + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + tl.cast(at, tl.int64) * tokens + q_begin + row, lse, mask=row < q_len)
 
 
 @jit
@@ -385,54 +317,36 @@ def _short_attention_backward_kernel(
     v = _load_tile(v_ptr + k_begin.to(tl.int64) * v_stride + kv_head * D, 0, k_len, v_stride, D, BLOCK_N, BLOCK_D)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    if SINGLE:  # no loop, and no sums that live through it: half of the registers
-        dk, dv = _short_backward_tile(
-            dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, 0, kv_head, q_begin, q_len, k_len, tokens,
-            scale, dout_stride, q_stride, H, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    else:
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            for start in range(0, q_len, BLOCK_M):
-                dk, dv = _short_backward_tile(
-                    dk, dv, dout_ptr, q_ptr, k, v, lse_ptr, words_ptr, dq_ptr, start, head, q_begin, q_len, k_len,
-                    tokens, scale, dout_stride, q_stride, H, D, CAUSAL, P, BLOCK_M, BLOCK_N, BLOCK_D,
-                )  # fmt: skip
+    col = tl.arange(0, BLOCK_N)[:, None]
+    # SINGLE: loops of one step, which the compiler drops, and no sums that live through them: half of the registers
+    begin = 0 if SINGLE else kv_head * GROUP
+    for i in range(begin, begin + GROUP):
+        head = kv_head if SINGLE else i
+        for start in range(0, 1 if SINGLE else q_len, BLOCK_M):
+            row = start + tl.arange(0, BLOCK_M)
+            q = _load_tile(q_ptr + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+            dout = _load_tile(dout_ptr + head * D, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
+            per_query = tl.cast(head, tl.int64) * tokens + q_begin + row
+            lse = tl.load(lse_ptr + per_query, mask=row < q_len, other=0.0)
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+            visible = (col < k_len) & (col <= row[None, :]) if CAUSAL else col < k_len
+            p = tl.exp2(tl.where(visible, scores * scale - (lse * 1.4426950408889634)[None, :], float("-inf")))
+            if P > 0:
+                first, second = _load_words(words_ptr, per_query, tokens, H, row < q_len)
+                survival = _survival(first[None, :], second[None, :], 0, col, P)
+                dp *= survival
+                dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
+            else:
+                dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            delta = tl.sum(p * dp, 0)
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision="ieee")
+            dq = tl.dot(tl.trans(ds), k, input_precision="ieee") * (scale * 0.6931471805599453)
+            _store_tile(dq_ptr + head * D, dq, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
     at = (k_begin.to(tl.int64) * K + kv_head) * D
     _store_tile(dk_ptr + at, dk * (scale * 0.6931471805599453), 0, k_len, K * D, D, BLOCK_N, BLOCK_D)
     _store_tile(dv_ptr + at, dv, 0, k_len, K * D, D, BLOCK_N, BLOCK_D)
-
-
-@jit
-def _long_forward_tiles(
-    out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, begin, end, k_len, scale, k_stride, v_stride,
-    width, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Goes along the keys from `begin` to `end`; MASKED: some of these keys may be hidden from some queries."""
-    lane = tl.arange(0, BLOCK_N)
-    for start in range(begin, end, BLOCK_N):
-        col = (start + lane)[None, :]
-        k = _load_tile(k_ptr, start, k_len, k_stride, D, BLOCK_N, BLOCK_D)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if bias_ptr is not None:
-            scores = scores * scale + tl.load(bias_ptr + _bias_rows(row, width)[:, None] + col)
-        if MASKED:
-            visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
-            scores = tl.where(visible, scores, float("-inf"))
-        if bias_ptr is not None:
-            higher = tl.maximum(highest, tl.max(scores, 1))
-            p = tl.exp2(scores - higher[:, None])
-        else:
-            higher = tl.maximum(highest, tl.max(scores, 1) * scale)  # finite: every query sees the first key
-            p = tl.exp2(scores * scale - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(p, 1)
-        highest = higher
-        if P > 0:
-            p *= _survival(first[:, None], second[:, None], start, lane[None, :], P)
-        v = _load_tile(v_ptr, start, k_len, v_stride, D, BLOCK_N, BLOCK_D)
-        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
-    return out, highest, total
 
 
 @jit
@@ -460,19 +374,35 @@ def _long_attention_kernel(
         if P > 0:
             first, second = _draw_words(words_ptr, key_ptr, q_begin + row, head, tokens, H, row < q_len)
         q = _load_tile(q_ptr + q_begin.to(tl.int64) * q_stride + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+        end = tl.minimum(k_len, start + BLOCK_M) if CAUSAL else k_len
+        whole = (tl.minimum(k_len, start + 1) if CAUSAL else k_len) // BLOCK_N * BLOCK_N
         out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        end = tl.minimum(k_len, start + BLOCK_M) if CAUSAL else k_len
-        whole = (tl.minimum(k_len, start + 1) if CAUSAL else k_len) // BLOCK_N * BLOCK_N
-        out, highest, total = _long_forward_tiles(
-            out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, 0, whole, k_len, scale,
-            k_stride, v_stride, width, D, CAUSAL, P, False, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-        out, highest, total = _long_forward_tiles(
-            out, highest, total, q, k_ptr, v_ptr, bias_ptr, row, first, second, whole, end, k_len, scale,
-            k_stride, v_stride, width, D, CAUSAL, P, True, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+        for MASKED in tl.static_range(2):  # first the keys that every query sees
+            lane = tl.arange(0, BLOCK_N)
+            for first_key in range(whole if MASKED else 0, end if MASKED else whole, BLOCK_N):
+                col = (first_key + lane)[None, :]
+                k = _load_tile(k_ptr, first_key, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if bias_ptr is not None:
+                    scores = scores * scale + tl.load(bias_ptr + _bias_rows(row, width)[:, None] + col)
+                if MASKED:
+                    visible = (col < k_len) & (col <= row[:, None]) if CAUSAL else col < k_len
+                    scores = tl.where(visible, scores, float("-inf"))
+                if bias_ptr is not None:
+                    higher = tl.maximum(highest, tl.max(scores, 1))
+                    p = tl.exp2(scores - higher[:, None])
+                else:
+                    higher = tl.maximum(highest, tl.max(scores, 1) * scale)  # finite: every query sees the first key
+                    p = tl.exp2(scores * scale - higher[:, None])
+                shrink = tl.exp2(highest - higher)
+                total = total * shrink + tl.sum(p, 1)
+                highest = higher
+                if P > 0:
+                    p *= _survival(first[:, None], second[:, None], first_key, lane[None, :], P)
+                v = _load_tile(v_ptr, first_key, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+                out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         total = tl.where(total > 0, total, 1.0)
         out *= (1 / total)[:, None]
         _store_tile(out_ptr + (q_begin.to(tl.int64) * H + head) * D, out, start, q_len, H * D, D, BLOCK_M, BLOCK_D)
@@ -497,24 +427,6 @@ def _dscores(
     if P > 0:
         dp *= _survival(first[:, None], second[:, None], start, lane[None, :], P)
     return tl.exp2(exponent) * (dp - delta[:, None])
-
-
-@jit
-def _long_dq_tiles(
-    dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, begin, end, k_len, scale, k_stride, v_stride,
-    width, D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    lane = tl.arange(0, BLOCK_N)
-    for start in range(begin, end, BLOCK_N):
-        k = _load_tile(k_ptr, start, k_len, k_stride, D, BLOCK_N, BLOCK_D)
-        v = _load_tile(v_ptr, start, k_len, v_stride, D, BLOCK_N, BLOCK_D)
-        ds = _dscores(
-            q, dout, k, v, bias_ptr, row, start, lane, lse2, delta, first, second, k_len, scale, width,
-            CAUSAL, P, MASKED,
-        )  # fmt: skip
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
 
 
 @jit
@@ -550,52 +462,20 @@ def _long_attention_dq_kernel(
         tl.store(delta_ptr + per_query, delta, mask=row < q_len)
         lse2 = tl.load(lse_ptr + per_query, mask=row < q_len, other=0.0) * 1.4426950408889634
         q = _load_tile(q_ptr + q_begin.to(tl.int64) * q_stride + head * D, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
-        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         end = tl.minimum(k_len, start + BLOCK_M) if CAUSAL else k_len
         whole = (tl.minimum(k_len, start + 1) if CAUSAL else k_len) // BLOCK_N * BLOCK_N
-        dq = _long_dq_tiles(
-            dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, 0, whole, k_len, scale,
-            k_stride, v_stride, width, D, CAUSAL, P, False, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-        dq = _long_dq_tiles(
-            dq, q, dout, lse2, delta, k_ptr, v_ptr, bias_ptr, row, first, second, whole, end, k_len, scale,
-            k_stride, v_stride, width, D, CAUSAL, P, True, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for MASKED in tl.static_range(2):  # first the keys that every query sees
+            lane = tl.arange(0, BLOCK_N)
+            for first_key in range(whole if MASKED else 0, end if MASKED else whole, BLOCK_N):
+                k = _load_tile(k_ptr, first_key, k_len, k_stride, D, BLOCK_N, BLOCK_D)
+                v = _load_tile(v_ptr, first_key, k_len, v_stride, D, BLOCK_N, BLOCK_D)
+                ds = _dscores(
+                    q, dout, k, v, bias_ptr, row, first_key, lane, lse2, delta, first, second, k_len, scale, width,
+                    CAUSAL, P, MASKED,
+                )  # fmt: skip
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
         _store_tile(dq_ptr + at, dq * (scale * 0.6931471805599453), start, q_len, H * D, D, BLOCK_M, BLOCK_D)
-
-
-@jit
-def _long_dkv_tiles(
-    dk, dv, k, v, q_ptr, dout_ptr, bias_ptr, lse_ptr, words_ptr, delta_ptr,
-    first_key,  # inside the sequence
-    begin, end, q_len, tokens, scale, q_stride, dout_stride, width, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Goes along the queries from `begin` to `end`. Keys beyond the end of the sequence need no mask: their gradients
-    are not stored. Queries beyond it have dout = 0 and delta = 0, and add nothing."""
-    lane = tl.arange(0, BLOCK_N)[:, None]
-    for start in range(begin, end, BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        q = _load_tile(q_ptr, start, q_len, q_stride, D, BLOCK_M, BLOCK_D)
-        dout = _load_tile(dout_ptr, start, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
-        lse2 = tl.load(lse_ptr + row, mask=row < q_len, other=0.0) * 1.4426950408889634
-        delta = tl.load(delta_ptr + row, mask=row < q_len, other=0.0)
-        exponent = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse2[None, :]
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-        if bias_ptr is not None:
-            exponent += tl.load(bias_ptr + _bias_rows(row, width)[None, :] + first_key + lane)
-        if MASKED:
-            exponent = tl.where(first_key + lane <= row[None, :], exponent, float("-inf"))
-        p = tl.exp2(exponent)
-        if P > 0:
-            first, second = _load_words(words_ptr, row, tokens, H, row < q_len)
-            survival = _survival(first[None, :], second[None, :], first_key, lane, P)
-            dp *= survival
-            dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
-        else:
-            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
 
 
 @jit
@@ -627,18 +507,33 @@ def _long_attention_dkv_kernel(
             bias_head = bias_ptr + head * 4 * width if bias_ptr is not None else bias_ptr
             whole = start * 0
             if CAUSAL:
-                begin = start // BLOCK_M * BLOCK_M
                 whole = tl.minimum((start + BLOCK_N + BLOCK_M - 2) // BLOCK_M * BLOCK_M, q_len)
-                dk, dv = _long_dkv_tiles(
-                    dk, dv, k, v, q_ptr + head * D, dout_ptr + head * D, bias_head, lse_ptr + per_query, words_head,
-                    delta_ptr + per_query, start, begin, whole, q_len, tokens, scale, q_stride, dout_stride, width,
-                    H, D, P, True, BLOCK_M, BLOCK_N, BLOCK_D,
-                )  # fmt: skip
-            dk, dv = _long_dkv_tiles(
-                dk, dv, k, v, q_ptr + head * D, dout_ptr + head * D, bias_head, lse_ptr + per_query, words_head,
-                delta_ptr + per_query, start, whole, q_len, q_len, tokens, scale, q_stride, dout_stride, width,
-                H, D, P, False, BLOCK_M, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
+            # Keys beyond the end of the sequence need no mask: their gradients are not stored. Queries beyond it have
+            # dout = 0 and delta = 0, and add nothing.
+            for MASKED in tl.static_range(1 if CAUSAL else 0, -1, -1):  # last the queries that see all of these keys
+                begin = start // BLOCK_M * BLOCK_M if MASKED else whole
+                lane = tl.arange(0, BLOCK_N)[:, None]
+                for first_query in range(begin, whole if MASKED else q_len, BLOCK_M):
+                    row = first_query + tl.arange(0, BLOCK_M)
+                    q = _load_tile(q_ptr + head * D, first_query, q_len, q_stride, D, BLOCK_M, BLOCK_D)
+                    dout = _load_tile(dout_ptr + head * D, first_query, q_len, dout_stride, D, BLOCK_M, BLOCK_D)
+                    lse2 = tl.load(lse_ptr + per_query + row, mask=row < q_len, other=0.0) * 1.4426950408889634
+                    delta = tl.load(delta_ptr + per_query + row, mask=row < q_len, other=0.0)
+                    exponent = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse2[None, :]
+                    dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+                    if bias_ptr is not None:
+                        exponent += tl.load(bias_head + _bias_rows(row, width)[None, :] + start + lane)
+                    if MASKED:
+                        exponent = tl.where(start + lane <= row[None, :], exponent, float("-inf"))
+                    p = tl.exp2(exponent)
+                    if P > 0:
+                        first, second = _load_words(words_head, row, tokens, H, row < q_len)
+                        survival = _survival(first[None, :], second[None, :], start, lane, P)
+                        dp *= survival
+                        dv = tl.dot((p * survival).to(dout.dtype), dout, dv, input_precision="ieee")
+                    else:
+                        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+                    dk = tl.dot((p * (dp - delta[None, :])).to(q.dtype), q, dk, input_precision="ieee")
         at = (k_begin.to(tl.int64) * K + kv_head) * D
         _store_tile(dk_ptr + at, dk * (scale * 0.6931471805599453), start, k_len, K * D, D, BLOCK_N, BLOCK_D)
         _store_tile(dv_ptr + at, dv, start, k_len, K * D, D, BLOCK_N, BLOCK_D)
@@ -732,77 +627,72 @@ def long_tiles(q: Tensor, q_max: int) -> tuple[Tiles, Tiles, Tiles]:
     return tile if q_max <= 512 and block <= 64 else tall, tile | {"BLOCK_N": 32}, tile | {"BLOCK_M": 32}
 
 
-def _dense_heads(t: Tensor) -> Tensor:
-    """Returns t with dense heads: the kernels take any stride from token to token, but none inside of a token."""
-    return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
+def _describe(a: Forward, *tensors: Tensor) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]]:
+    """Returns the tensors with dense heads (the kernels take any stride from token to token, but none inside of a
+    token), and the arguments and the constants of all kernels that read these tensors."""
+    dense = [t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in tensors]
+    tokens, heads, size = a.q.shape
+    layout = (a.q_offsets, a.k_offsets, tokens, a.scale * math.log2(math.e), *(t.stride(0) for t in dense))
+    return dense, layout, {"H": heads, "GROUP": heads // a.k.shape[1], "D": size, "CAUSAL": a.causal, "P": a.p}
 
 
 def launch_attention(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
     if INTERPRET and a.q.dtype == torch.bfloat16:  # the interpreter takes the bits of bf16 factors for integers
         return attention_ref(a)
-    q, k, v, p, key = a.q, a.k, a.v, a.p, a.key
-    (tokens, heads, size), sequences = q.shape, a.q_offsets.shape[0] - 1
-    out, lse, words = _new_outputs(q, key)
+    (tokens, heads, _), sequences = a.q.shape, a.q_offsets.shape[0] - 1
+    out, lse, words = _new_outputs(a.q, a.key)
     if out.numel():
-        q, k, v = (_dense_heads(t) for t in (q, k, v))
-        written = (out, lse, None if key is None else words, key)
-        strides = (q.stride(0), k.stride(0), v.stride(0))
-        layout = (a.q_offsets, a.k_offsets, tokens, a.scale * math.log2(math.e), *strides)
-        kind = {"H": heads, "GROUP": heads // k.shape[1], "D": size, "CAUSAL": a.causal, "P": p}
-        if a.bias is None and is_short(q, a.k_max):
-            tile, _ = short_tiles(q, a.q_max, a.k_max, heads // k.shape[1], sequences, p)
-            _short_attention_kernel[(sequences * heads // tile["HEADS"],)](q, k, v, *written, *layout, **kind, **tile)
+        qkv, layout, kind = _describe(a, a.q, a.k, a.v)
+        written = (out, lse, None if a.key is None else words, a.key)
+        if a.bias is None and is_short(a.q, a.k_max):
+            tile, _ = short_tiles(a.q, a.q_max, a.k_max, kind["GROUP"], sequences, a.p)
+            _short_attention_kernel[(sequences * heads // tile["HEADS"],)](*qkv, *written, *layout, **kind, **tile)
         else:
-            tile, _, _ = long_tiles(q, a.q_max)
+            tile, _, _ = long_tiles(a.q, a.q_max)
             tiles = tokens // tile["BLOCK_M"] + sequences
             aligned, width = align_bias(a.bias)
             _long_attention_kernel[(heads * tiles,)](
-                q, k, v, aligned, *written, *layout, width, sequences,
+                *qkv, aligned, *written, *layout, width, sequences,
                 SEQUENCES=next_power_of_2(sequences), **kind, **tile,
             )  # fmt: skip
     return out, lse, words
 
 
-def launch_attention_backward(a: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_attention_backward(
+    a: Forward, dout: Tensor, out: Tensor, lse: Tensor, words: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if INTERPRET and a.q.dtype == torch.bfloat16:
-        return attention_backward_ref(a)
-    dout, q, k, v, bias, p = a.dout, a.q, a.k, a.v, a.bias, a.p
-    (tokens, heads, size), kv_heads, sequences = q.shape, k.shape[1], a.q_offsets.shape[0] - 1
-    dq, dk, dv, dbias = _new_gradients(q, k, v, bias)
+        return attention_backward_ref(a, dout, out, lse, words)
+    (tokens, heads, _), kv_heads, sequences = a.q.shape, a.k.shape[1], a.q_offsets.shape[0] - 1
+    dq, dk, dv, dbias = _new_gradients(a.q, a.k, a.v, a.bias)
     if not dq.numel() and not dk.numel():
         return dq, dk, dv, dbias.zero_()
-    dout, q, k, v = (_dense_heads(t) for t in (dout, q, k, v))
-    kept = (a.lse, a.words if p > 0.0 else None)
-    strides = (dout.stride(0), q.stride(0), k.stride(0), v.stride(0))
-    layout = (a.q_offsets, a.k_offsets, tokens, a.scale * math.log2(math.e), *strides)
-    kind = {"H": heads, "GROUP": heads // kv_heads, "D": size, "CAUSAL": a.causal, "P": p}
-    if bias is None and is_short(q, a.k_max):
-        _, tile = short_tiles(q, a.q_max, a.k_max, heads // kv_heads, sequences, p)
+    given, layout, kind = _describe(a, dout, a.q, a.k, a.v)
+    kept = (lse, words if a.p > 0.0 else None)
+    if a.bias is None and is_short(a.q, a.k_max):
+        _, tile = short_tiles(a.q, a.q_max, a.k_max, kind["GROUP"], sequences, a.p)
         grid = (sequences * kv_heads,)
-        _short_attention_backward_kernel[grid](dout, q, k, v, *kept, dq, dk, dv, *layout, **kind, **tile)
+        _short_attention_backward_kernel[grid](*given, *kept, dq, dk, dv, *layout, **kind, **tile)
         return dq, dk, dv, dbias
-    _, dq_tile, dkv_tile = long_tiles(q, a.q_max)
-    aligned, width = align_bias(bias)
-    delta, kind = torch.empty_like(a.lse), kind | {"SEQUENCES": next_power_of_2(sequences)}
+    _, dq_tile, dkv_tile = long_tiles(a.q, a.q_max)
+    aligned, width = align_bias(a.bias)
+    delta, layout, search = torch.empty_like(lse), (*layout, width, sequences), next_power_of_2(sequences)
     if dq.numel():
-        tiles = tokens // dq_tile["BLOCK_M"] + sequences
-        _long_attention_dq_kernel[(heads * tiles,)](
-            dout, q, k, v, aligned, a.out, *kept, delta, dq, *layout, width, sequences, **kind, **dq_tile
+        _long_attention_dq_kernel[(heads * (tokens // dq_tile["BLOCK_M"] + sequences),)](
+            *given, aligned, out, *kept, delta, dq, *layout, SEQUENCES=search, **kind, **dq_tile
         )
-    tiles = k.shape[0] // dkv_tile["BLOCK_N"] + sequences
-    _long_attention_dkv_kernel[(kv_heads * tiles,)](
-        dout, q, k, v, aligned, *kept, delta, dk, dv, *layout, width, sequences, **kind, **dkv_tile
+    _long_attention_dkv_kernel[(kv_heads * (a.k.shape[0] // dkv_tile["BLOCK_N"] + sequences),)](
+        *given, aligned, *kept, delta, dk, dv, *layout, SEQUENCES=search, **kind, **dkv_tile
     )
-    if bias is not None:
-        del kind["SEQUENCES"]
-        block = 32 if q.dtype.itemsize > 2 else 64
+    if a.bias is not None:
+        block = 32 if a.q.dtype.itemsize > 2 else 64
         q_tiles, k_tiles, shares = cdiv(a.q_max, block), cdiv(a.k_max, block), min(sequences, 8)
-        sums = q.new_empty(q_tiles + k_tiles - 1, heads, shares, block, block, dtype=torch.float32)
+        sums = a.q.new_empty(q_tiles + k_tiles - 1, heads, shares, block, block, dtype=torch.float32)
         _attention_dbias_kernel[(sums.numel() // block**2,)](
-            dout, q, k, v, aligned, *kept, delta, sums, *layout, width, sequences, q_tiles - 1,
+            *given, aligned, *kept, delta, sums, *layout, q_tiles - 1,
             SHARES=shares, BLOCK=block, BLOCK_D=dq_tile["BLOCK_D"], **kind,
         )  # fmt: skip
-        dbias = sum_diagonals(sums.sum(2).transpose(0, 1), q_tiles, bias.shape[1]).to(bias.dtype)
+        dbias = sum_diagonals(sums.sum(2).transpose(0, 1), q_tiles, a.bias.shape[1]).to(a.bias.dtype)
     return dq, dk, dv, dbias
 
 
@@ -843,43 +733,31 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tupl
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-_attention = define("attention", attention_ref, launch_attention, fake=_new_outputs)
-_attention_backward = define(
-    "attention_backward", attention_backward_ref, launch_attention_backward, fake=_new_gradients
-)
+_attention = Op("attention", attention_ref, launch_attention, fake=_new_outputs)
+_attention_backward = Op("attention_backward", attention_backward_ref, launch_attention_backward, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, bias, q_offsets, k_offsets, *ctx.options, _ = inputs
-    ctx.save_for_backward(q, k, v, bias, *output, q_offsets, k_offsets)
+    ctx.options = inputs[6:11]
+    ctx.save_for_backward(*inputs[:6], *output)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # no zeros in place of the gradients of lse and words
 
 
+@_attention.gradient(_save)
 def _backward(ctx: Any, dout: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None,) * 12
-    dq, dk, dv, dbias = _attention_backward(dout, *ctx.saved_tensors, *ctx.options)
-    return (dq, dk, dv, None if ctx.saved_tensors[3] is None else dbias, *[None] * 8)
-
-
-_attention.register_autograd(_backward, setup_context=_save)
+    *inputs, out, lse, words = ctx.saved_tensors
+    dq, dk, dv, dbias = _attention_backward(*inputs, *ctx.options, None, dout, out, lse, words)
+    return (dq, dk, dv, None if inputs[3] is None else dbias, *[None] * 8)
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    q_max: int,
-    k_max: int,
-    causal: bool = False,
-    scale: float | None = None,
-    bias: Tensor | None = None,
-    p: float = 0.0,
-    key: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_max: int, k_max: int,
+    causal: bool = False, scale: float | None = None, bias: Tensor | None = None,
+    p: float = 0.0, key: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns [T, H, D], for q [T, H, D] and k and v [T', K, D]: the queries of each sequence attend to its keys.
     Sequence i has the tokens from offsets[i] to offsets[i + 1], at most q_max queries and k_max keys; every token
     belongs to a sequence. Scores are multiplied by `scale` (1 / sqrt(D)); then bias [H, 2 R - 1], if it is given, is
@@ -903,7 +781,5 @@ def attention(
     if p > 0.0 and (key is None or key.shape != (2,)):
         raise ValueError(f"dropout needs a key [2], not {None if key is None else list(key.shape)}")
     scale, bias = size**-0.5 if scale is None else scale, None if bias is None else wide(bias).contiguous()
-    out: Tensor = _attention(
-        q, k, v, bias, q_offsets, k_offsets, q_max, k_max, causal, scale, p, key if p > 0.0 else None
-    )[0]
-    return out
+    key = key if p > 0.0 else None
+    return _attention(q, k, v, bias, q_offsets, k_offsets, q_max, k_max, causal, scale, p, key)[0]

@@ -33,13 +33,13 @@ with CHUNK_ROWS, by the rates of its memory and its products.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.ops.language import INTERPRET, cdiv, jit, next_power_of_2, product_dtype, tl, wide, wide_dtype
-from stretto.ops.op import define
+from stretto.ops.language import cdiv, jit, next_power_of_2, product_dtype, runs_kernels, tl, wide, wide_dtype
+from stretto.ops.op import Op
 from stretto.ops.products import add_dweight, compute_dx, multiply_into
 
 LOG2_E = tl.constexpr(1.4426950408889634) if tl else None
@@ -49,26 +49,15 @@ CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # the most rows of logits in a chunk, and
 def rows_ref(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gradient: bool) -> Tensor:
     """Returns the losses [T]. With `gradient` the logits become their gradient."""
     z = wide(logits)
-    top = z.amax(1)
-    z = z - top[:, None]
-    log_total = z.exp().sum(1).log()
-    kept = labels != ignore
-    target = z.gather(1, labels.where(kept, 0)[:, None])[:, 0]
-    losses = log_total - (1 - smoothing) * target - smoothing * z.mean(1)
-    if gradient:
-        logits.copy_(_gradient_ref(logits, labels, top[:, None], log_total[:, None], smoothing, ignore))
-    return losses.where(kept, 0)
-
-
-def _gradient_ref(
-    logits: Tensor, labels: Tensor, top: Tensor, log_total: Tensor, smoothing: float, ignore: int
-) -> Tensor:
-    """Returns dz of the formula above, in the dtype of `top`, which is [T, 1] like log_total."""
+    z = z - z.amax(1, keepdim=True)
+    log_total = z.exp().sum(1, keepdim=True).log()
     kept = (labels != ignore)[:, None]
-    softmax = (logits.to(top.dtype) - top - log_total).exp()
-    dz = softmax - smoothing / logits.shape[1]
     index = labels[:, None].where(kept, 0)
-    return dz.scatter_add(1, index, torch.full_like(top, smoothing - 1)).where(kept, 0)
+    losses = log_total - (1 - smoothing) * z.gather(1, index) - smoothing * z.mean(1, keepdim=True)
+    if gradient:
+        dz = (z - log_total).exp() - smoothing / z.shape[1]
+        logits.copy_(dz.scatter_add(1, index, torch.full_like(log_total, smoothing - 1)).where(kept, 0))
+    return losses.where(kept, 0)[:, 0]
 
 
 @jit
@@ -147,19 +136,14 @@ def _cross_entropy_kernel(
             tl.store(z_ptr + col, dz.to(z_ptr.dtype.element_ty))
 
 
-def _num_warps(cols: int) -> int:
-    """Returns the warps of a program. A lane has 8 columns, 16 bytes of bf16. A short row is one block; a long row gets
-    32 warps, so that no more than two programs share a multiprocessor, one summing while the other writes, and few rows
-    are in flight."""
-    return 32 if cols > 2**15 else min(max(next_power_of_2(cols) // 256, 1), 16)
-
-
 def launch_rows(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gradient: bool) -> Tensor:
     """Computes rows_ref by one program per row. The logits have a column stride of 1."""
     rows, cols = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
+    # A lane has 8 columns, 16 bytes of bf16. A short row is one block; a long row gets 32 warps, so that no more than
+    # two programs share a multiprocessor, one summing while the other writes, and few rows are in flight.
+    warps = 32 if cols > 2**15 else min(max(next_power_of_2(cols) // 256, 1), 16)
     if rows:
-        warps = _num_warps(cols)
         _cross_entropy_kernel[(rows,)](
             logits, labels.contiguous(), losses, cols, logits.stride(0), smoothing, ignore,
             SMOOTH=smoothing != 0.0, GRADIENT=gradient, LANES=32 * warps, num_warps=warps,
@@ -177,7 +161,7 @@ def _run_rows(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gra
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    return (logits.is_cuda or INTERPRET) and logits.dtype != torch.float64
+    return runs_kernels(logits) and logits.dtype != torch.float64
 
 
 def chunk_rows(tokens: int, row_bytes: int) -> int:
@@ -187,37 +171,22 @@ def chunk_rows(tokens: int, row_bytes: int) -> int:
     return max(cdiv(cdiv(tokens, chunks), 128), 1) * 128
 
 
-class Arguments(NamedTuple):
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    smoothing: float
-    ignore: int
-    need_x: bool
-    need_weight: bool
-    need_bias: bool
-
-
-def new_results(
-    x: Tensor, weight: Tensor, need_x: bool, need_weight: bool, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def new_results(x: Tensor, weight: Tensor, needed: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The memory of loss and dbias, which are zero, and of dx and dweight; gradients that are not needed are empty."""
+    need_x, need_weight, need_bias = needed
     dtype = wide_dtype(x.dtype)
-    return (
-        x.new_zeros((), dtype=dtype),
-        x.new_empty(x.shape if need_x else 0),
-        x.new_empty(weight.shape if need_weight else 0, dtype=dtype),
-        x.new_zeros(weight.shape[0] if need_bias else 0, dtype=dtype),
-    )
+    dx, dweight = x.new_empty(x.shape if need_x else 0), x.new_empty(weight.shape if need_weight else 0, dtype=dtype)
+    return x.new_zeros((), dtype=dtype), dx, dweight, x.new_zeros(weight.shape[0] if need_bias else 0, dtype=dtype)
 
 
-def run_chunks(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run_chunks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float, ignore: int, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns loss, dx, dweight and dbias for a loss gradient of 1. All products go into memory that is there already,
-    which also keeps autocast from rounding them."""
-    x, tokens, classes = a.x, a.x.shape[0], a.weight.shape[0]
-    weight, bias = a.weight.to(x.dtype), None if a.bias is None else a.bias.to(x.dtype)
-    loss, dx, dweight, dbias = new_results(x, weight, a.need_x, a.need_weight, a.need_bias)
+    which also keeps autocast from rounding them. `needed`: the gradients of x, weight and bias."""
+    (tokens, _), classes, (need_x, need_weight, need_bias) = x.shape, weight.shape[0], needed
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    loss, dx, dweight, dbias = new_results(x, weight, needed)
     stride = cdiv(classes, 64) * 64  # aligned rows: for the kernel's loads, and for products with an odd vocabulary
     rows = chunk_rows(tokens, stride * x.element_size())
     buffer = x.new_empty(min(rows, tokens), stride)[:, :classes]
@@ -225,19 +194,18 @@ def run_chunks(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         part = slice(start, start + rows)
         logits = buffer[: tokens - start]
         multiply_into(logits, x[part], weight, bias)
-        gradient = a.need_x or a.need_weight or a.need_bias
-        loss += _run_rows(logits, a.labels[part], a.smoothing, a.ignore, gradient).sum()
+        loss += _run_rows(logits, labels[part], smoothing, ignore, any(needed)).sum()
         dlogits = logits
-        if a.need_x:
+        if need_x:
             compute_dx(dlogits, weight, out=dx[part])
-        if a.need_weight:
+        if need_weight:
             add_dweight(dweight, dlogits, x[part], beta=1.0 if start else 0.0)
-        if a.need_bias:
+        if need_bias:
             dbias += dlogits.sum(0, dtype=dbias.dtype)
     return loss, dx, dweight, dbias
 
 
-_linear_cross_entropy = define("linear_cross_entropy", run_chunks, fake=new_results)
+_linear_cross_entropy = Op("linear_cross_entropy", run_chunks, fake=new_results)
 
 
 @jit
@@ -247,45 +215,36 @@ def _scale_kernel(x_ptr, by_ptr, y_ptr, size, BLOCK: tl.constexpr):
     tl.store(y_ptr + i, (x * tl.load(by_ptr)).to(y_ptr.dtype.element_ty), mask=i < size)
 
 
-def launch_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns gradient * by, rounded to dtype once, in one pass; torch's own kernel for two dtypes does not vectorise.
+    A scalar tensor would be rounded to the gradient's dtype before the product; with a vector of one element the
+    product is as precise as that vector."""
     scaled, size = torch.empty_like(gradient, dtype=dtype), gradient.numel()
+    if not _has_kernel(gradient):
+        return torch.mul(gradient, by.view(1), out=scaled)
     if size:
         _scale_kernel[(cdiv(size, 4096),)](gradient, by, scaled, size, BLOCK=4096, num_warps=8)
     return scaled
 
 
-def _scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns gradient * by, rounded to dtype once, in one pass; torch's own kernel for two dtypes does not vectorise.
-    A scalar tensor would be rounded to the gradient's dtype before the product; with a vector of one element the
-    product is as precise as that vector."""
-    if _has_kernel(gradient):
-        return launch_scale(gradient, by, dtype)
-    return torch.mul(gradient, by.view(1), out=torch.empty_like(gradient, dtype=dtype))
-
-
-_scale_gradient = define("scale_gradient", _scale, fake=lambda gradient, dtype: torch.empty_like(gradient, dtype=dtype))
+_scale_gradient = Op("scale_gradient", _scale, fake=lambda gradient, dtype: torch.empty_like(gradient, dtype=dtype))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, *_, need_x, need_weight, need_bias = inputs
-    ctx.dtypes = [
-        None if tensor is None or not needed else tensor.dtype
-        for tensor, needed in ((x, need_x), (weight, need_weight), (bias, need_bias))
-    ]
+    x, weight, bias, *_, needed = inputs
+    ctx.dtypes = [t.dtype if need else None for t, need in zip((x, weight, bias), needed, strict=True)]
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else the gradients of the gradients would be made, as zeros of their size
 
 
+@_linear_cross_entropy.gradient(_save)
 def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     scaled = (
         None if dtype is None or dloss is None else _scale_gradient(gradient, dloss, dtype)
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     )
-    return (*scaled, *[None] * 6)
-
-
-_linear_cross_entropy.register_autograd(_backward, setup_context=_save)
+    return (*scaled, *[None] * 4)
 
 
 def linear_cross_entropy(
@@ -306,6 +265,5 @@ def linear_cross_entropy(
         raise ValueError("cross entropy needs at least one class")
     x = x.to(product_dtype(x))
     recorded = torch.is_grad_enabled()
-    needs = (t is not None and recorded and t.requires_grad for t in (x, weight, bias))
-    loss: Tensor = _linear_cross_entropy(x, weight, bias, labels, smoothing, ignore, *needs)[0]
-    return loss
+    needed = [t is not None and recorded and t.requires_grad for t in (x, weight, bias)]
+    return _linear_cross_entropy(x, weight, bias, labels, smoothing, ignore, needed)[0]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.language import cdiv, dense_rows, jit, tl
-from stretto.ops.op import define
+from stretto.ops.op import Op
 
 _WORD = 0xFFFFFFFF
 
@@ -41,7 +41,7 @@ def _new_keys(like: Tensor, count: int) -> Tensor:
     return torch.empty(count, 2, dtype=torch.int64, device=like.device)
 
 
-draw_keys = define("draw_keys", _draw_keys, fake=_new_keys, tags=[torch.Tag.nondeterministic_seeded])
+draw_keys = Op("draw_keys", _draw_keys, fake=_new_keys, tags=[torch.Tag.nondeterministic_seeded])
 
 
 def mix_ref(x: Tensor) -> Tensor:
@@ -53,11 +53,15 @@ def mix_ref(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
+def row_words_ref(key: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """The two words of each row."""
+    (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
+    return mix_ref((mix_ref(row ^ a) + b) & _WORD), mix_ref((mix_ref(row ^ c) + d) & _WORD)
+
+
 def hash_ref(key: Tensor, row: Tensor, col: Tensor) -> Tensor:
     """32 random bits for each (row, column); the definition of correct."""
-    (a, c), (b, d) = ((word & _WORD, (word >> 32) & _WORD) for word in key)
-    first = mix_ref((mix_ref(row ^ a) + b) & _WORD)
-    second = mix_ref((mix_ref(row ^ c) + d) & _WORD)
+    first, second = row_words_ref(key, row)
     return mix_ref((mix_ref(col ^ first) + second) & _WORD)
 
 
@@ -69,6 +73,11 @@ def keep_ref(key: Tensor, rows: int | Tensor, cols: int, p: float) -> Tensor:
 
 def dropout_ref(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) -> Tensor:
     return torch.where(keep_ref(key, x.shape[0] if rows is None else rows, x.shape[1], p), x / (1 - p), 0.0)
+
+
+def drop_ref(x: Tensor, p: float, key: Tensor | None) -> Tensor:
+    """Returns x without a key, and with a key x with elements dropped."""
+    return x if key is None else dropout_ref(x, p, key)
 
 
 @jit
@@ -83,7 +92,7 @@ def mix(x):
 
 @jit
 def row_words(key_ptr, row):
-    """The two words of a row, or of a block of rows, which `keeps` needs."""
+    """Computes row_words_ref on uint32, for a row or a block of rows."""
     low = tl.load(key_ptr).to(tl.uint64, bitcast=True)
     high = tl.load(key_ptr + 1).to(tl.uint64, bitcast=True)
     row = row.to(tl.uint32)
@@ -114,12 +123,11 @@ def launch_dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None) -> Ten
     x = dense_rows(x)
     y = x.new_empty(count, cols)
     if y.numel():
-        block = 1024
-        _dropout_kernel[(count, cdiv(cols, block))](x, y, key, rows, cols, x.stride(0), P=p, BLOCK=block)
+        _dropout_kernel[(count, cdiv(cols, 1024))](x, y, key, rows, cols, x.stride(0), P=p, BLOCK=1024)
     return y
 
 
-_dropout = define("dropout", dropout_ref, launch_dropout, fake=lambda x: x.new_empty(x.shape))
+_dropout = Op("dropout", dropout_ref, launch_dropout, fake=lambda x: x.new_empty(x.shape))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -127,11 +135,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(key, rows)
 
 
+@_dropout.gradient(_save)
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     return _dropout(dy, ctx.p, *ctx.saved_tensors), None, None, None  # dropout is linear: the same mask and factor
-
-
-_dropout.register_autograd(_backward, setup_context=_save)
 
 
 def dropout(x: Tensor, p: float, key: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -42,15 +42,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.dropout import dropout, dropout_ref, keeps, row_words
+from stretto.ops.dropout import drop_ref, dropout, keeps, row_words
 from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
-from stretto.ops.norm import norm_ref, normalized_ref, stats_ref
-from stretto.ops.op import define
+from stretto.ops.norm import norm_gradient_ref, norm_ref, normalized_ref, stats_ref
+from stretto.ops.op import Op
 from stretto.ops.sums import launch_sums
 
 
 class Forward(NamedTuple):
-    """The arguments. Without a table its ids are None too; without types every token is of type 0."""
+    """The arguments of both ops. Without a table its ids are None too; without types every token is of type 0."""
 
     ids: Tensor
     token: Tensor
@@ -68,25 +68,7 @@ class Forward(NamedTuple):
     dtype: torch.dtype
 
 
-class Backward(NamedTuple):
-    """The arguments of the way back through dropout and norm."""
-
-    dy: Tensor
-    ids: Tensor
-    token: Tensor
-    positions: Tensor | None
-    position: Tensor | None
-    types: Tensor | None
-    token_type: Tensor | None
-    weight: Tensor
-    key: Tensor | None
-    scale: float
-    eps: float
-    rms: bool
-    p: float
-
-
-def sum_rows_ref(a: Forward | Backward) -> Tensor:
+def sum_rows_ref(a: Forward) -> Tensor:
     """Returns x, in fp32 or fp64."""
     x = wide(F.embedding(a.ids, a.token)) * a.scale
     if a.positions is not None and a.position is not None:
@@ -102,19 +84,18 @@ def embed_ref(a: Forward) -> Tensor:
     x = sum_rows_ref(a)
     if a.weight is not None:
         x = norm_ref(x, a.weight, a.bias, a.eps, a.rms)
-    return (x if a.key is None else dropout_ref(x, a.p, a.key)).to(a.dtype)
+    return drop_ref(x, a.p, a.key).to(a.dtype)
 
 
-def embed_backward_ref(a: Backward) -> tuple[Tensor, Tensor]:
-    """Returns dx, and dweight and dbias as one tensor [2, C]."""
-    dy = wide(a.dy) if a.key is None else dropout_ref(wide(a.dy), a.p, a.key)  # dropout is linear: the same mask
+def embed_backward_ref(a: Forward, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns dx, and dweight and dbias as one tensor [2, C], where there is a norm."""
+    assert a.weight is not None
+    g = drop_ref(wide(dy), a.p, a.key)  # dropout is linear: the same mask
     x = sum_rows_ref(a)
     stats = stats_ref(x, a.eps, a.rms)
-    xhat, g = normalized_ref(x, stats), dy * a.weight
-    dx = g - xhat * (g * xhat).mean(1, keepdim=True)
-    if not a.rms:
-        dx = dx - g.mean(1, keepdim=True)
-    return (dx * stats[0][:, None]).to(a.dy.dtype), torch.stack([(dy * xhat).sum(0), dy.sum(0)])
+    xhat = normalized_ref(x, stats)
+    dx = norm_gradient_ref(g * a.weight, xhat, stats)
+    return dx.to(dy.dtype), torch.stack([(g * xhat).sum(0), g.sum(0)])
 
 
 def add_by_id_ref(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -302,17 +283,18 @@ def _new_y(ids: Tensor, token: Tensor, dtype: torch.dtype) -> Tensor:
     return token.new_empty(ids.shape[0], token.shape[1], dtype=dtype)
 
 
-def launch_embed_backward(a: Backward) -> tuple[Tensor, Tensor]:
-    rows, cols = a.dy.shape
-    dy, tile = dense_rows(a.dy), _tile(cols)
+def launch_embed_backward(a: Forward, dy: Tensor) -> tuple[Tensor, Tensor]:
+    rows, cols = dy.shape
+    dy, tile = dense_rows(dy), _tile(cols)
     # 16 warps fill a processor: then a thread may use 128 registers, and every program is resident.
     resident = num_processors(dy.device) * max(1, 16 // tile["num_warps"])
     programs = min(cdiv(rows, tile["ROWS"]), resident)
     dx, sums = _new_gradients(dy)
     partial = dy.new_empty(programs, 2, cols, dtype=torch.float32)
     if dx.numel():
+        inputs = _contiguous(*a[:7], a.key)
         _embed_backward_kernel[(programs,)](
-            dy, *_contiguous(*a[1:9]), dx, partial, rows, cols, dy.stride(0), a.scale, a.eps, RMS=a.rms, P=a.p, **tile
+            dy, *inputs, dx, partial, rows, cols, dy.stride(0), a.scale, a.eps, RMS=a.rms, P=a.p, **tile
         )
     launch_sums(partial, sums.unbind())
     return dx, sums
@@ -348,21 +330,17 @@ def launch_add_by_id(dx: Tensor, ids: Tensor, num_rows: int, scale: float, dtype
 
 def check_ranges(a: Forward) -> None:
     """Raises an IndexError if an id is not in its table; a GPU would have to wait for this."""
-    _check_range("ids", a.ids, a.token)
-    _check_range("positions", a.positions, a.position)
-    _check_range("types", a.types, a.token_type)
+    lookups = {"ids": (a.ids, a.token), "positions": (a.positions, a.position), "types": (a.types, a.token_type)}
+    for name, (ids, table) in lookups.items():
+        if ids is not None and table is not None and ids.numel():
+            low, high = (int(bound) for bound in ids.aminmax())
+            if low < 0 or high >= len(table):
+                raise IndexError(f"{name} go from {low} to {high}, but their table has rows 0 to {len(table) - 1} only")
 
 
-def _check_range(name: str, ids: Tensor | None, table: Tensor | None) -> None:
-    if ids is not None and table is not None and ids.numel():
-        low, high = (int(bound) for bound in ids.aminmax())
-        if low < 0 or high >= len(table):
-            raise IndexError(f"{name} go from {low} to {high}, but their table has rows 0 to {len(table) - 1} only")
-
-
-_embed = define("embed", embed_ref, launch_embed, fake=_new_y)
-_embed_backward = define("embed_backward", embed_backward_ref, launch_embed_backward, fake=_new_gradients)
-_add_by_id = define(
+_embed = Op("embed", embed_ref, launch_embed, fake=_new_y)
+_embed_backward = Op("embed_backward", embed_backward_ref, launch_embed_backward, fake=_new_gradients)
+_add_by_id = Op(
     "add_by_id",
     add_by_id_ref,
     launch_add_by_id,
@@ -371,28 +349,27 @@ _add_by_id = define(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.scale, ctx.eps, ctx.rms, ctx.p, _ = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:9])
+    ctx.options = inputs[9:]
 
 
+@_embed.gradient(_save)
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    *lookups, weight, bias, key = ctx.saved_tensors
+    a = Forward(*ctx.saved_tensors, *ctx.options)
     dweight = dbias = None
-    if weight is not None:
-        dx, sums = _embed_backward(dy, *lookups, weight, key, ctx.scale, ctx.eps, ctx.rms, ctx.p)
-        dweight, dbias = sums[0].to(weight.dtype), None if bias is None else sums[1].to(bias.dtype)
+    if a.weight is not None:
+        dx, sums = _embed_backward(*a, dy)
+        dweight, dbias = sums[0].to(a.weight.dtype), None if a.bias is None else sums[1].to(a.bias.dtype)
     else:
-        dx = dy if key is None else dropout(dy, ctx.p, key)
-    tables = [
-        _table_gradient(dx, lookups[i], lookups[i + 1], ctx.scale if i == 0 else 1.0)
-        if ctx.needs_input_grad[i + 1]
-        else None
-        for i in (0, 2, 4)
-    ]
-    return None, tables[0], None, tables[1], None, tables[2], dweight, dbias, *(None,) * 6
+        dx = dy if a.key is None else dropout(dy, a.p, a.key)
+    _, for_token, _, for_position, _, for_type, *_ = ctx.needs_input_grad
+    dtoken = _table_gradient(dx, a.ids, a.token, a.scale) if for_token else None
+    dposition = _table_gradient(dx, a.positions, a.position) if for_position else None
+    dtoken_type = _table_gradient(dx, a.types, a.token_type) if for_type else None
+    return None, dtoken, None, dposition, None, dtoken_type, dweight, dbias, *(None,) * 6
 
 
-def _table_gradient(dx: Tensor, ids: Tensor | None, table: Tensor, scale: float) -> Tensor:
+def _table_gradient(dx: Tensor, ids: Tensor | None, table: Any, scale: float = 1.0) -> Tensor:
     if ids is not None:
         return _add_by_id(dx, ids, len(table), scale, table.dtype)
     # every token looked up row 0
@@ -400,25 +377,12 @@ def _table_gradient(dx: Tensor, ids: Tensor | None, table: Tensor, scale: float)
     return F.pad(first, (0, 0, 0, len(table) - 1)).to(table.dtype)
 
 
-_embed.register_autograd(_backward, setup_context=_save)
-
-
 def embed(
-    ids: Tensor,
-    token: Tensor,
-    positions: Tensor | None = None,
-    position: Tensor | None = None,
-    types: Tensor | None = None,
-    token_type: Tensor | None = None,
-    scale: float = 1.0,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    eps: float = 1e-5,
-    rms: bool = False,
-    p: float = 0.0,
-    key: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    ids: Tensor, token: Tensor, positions: Tensor | None = None, position: Tensor | None = None,
+    types: Tensor | None = None, token_type: Tensor | None = None, scale: float = 1.0,
+    norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, eps: float = 1e-5, rms: bool = False,
+    p: float = 0.0, key: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Returns dropout(norm(scale * token[ids] + position[positions] + token_type[types])), [T, C], in `dtype`, or in
     the dtype of the tables.
 

@@ -32,19 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ops.language import (
-    INTERPRET,
-    cdiv,
-    dense_rows,
-    jit,
-    next_power_of_2,
-    num_processors,
-    product_dtype,
-    tl,
-    wide,
-)
+from stretto.ops import language
+from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, runs_kernels, tl, wide
 from stretto.ops.linear import linear_gradients
-from stretto.ops.op import define
+from stretto.ops.op import Op
 from stretto.ops.products import multiply
 from stretto.ops.sums import launch_sums
 
@@ -147,14 +138,9 @@ def _turn_kernel(
 
 
 def launch_turn(
-    parts: Sequence[Tensor],
-    out: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    sign: float,
-    num_rotated: int,
-    total: Tensor | None,
-) -> None:
+    parts: Sequence[Tensor], out: Tensor, cos: Tensor | None, sin: Tensor | None,
+    sign: float, num_rotated: int, total: Tensor | None,
+) -> None:  # fmt: skip
     """Writes up to three parts [T, heads, D] side by side to `out`, the first `num_rotated` of them turned, and the
     sums over the rows of `out`, [W], to `total`."""
     rows, _, size = parts[0].shape
@@ -165,7 +151,7 @@ def launch_turn(
     groups = sum(cdiv(count, group) for count in counts)
     # With sums as many programs as a GPU holds at once, so that there are few sums to add up; each of them reads two
     # tiles ahead. Otherwise a program for each tile, as far as a grid reaches.
-    most = cdiv(4 * num_processors(out.device), groups) if total is not None else 65535
+    most = cdiv(4 * language.num_processors(out.device), groups) if total is not None else 65535
     programs = min(cdiv(rows, tile), most)
     partial = None if total is None else out.new_empty(programs, 1, sum(counts) * size, dtype=torch.float32)
     if out.numel():
@@ -210,15 +196,15 @@ def _project_and_turn(
     out = multiply(x, weight, bias)
     if cos is not None and sin is not None:
         heads = out[:, : rotated * size].unflatten(1, (rotated, size))
-        if x.is_cuda or INTERPRET:
+        if runs_kernels(x):
             launch_turn([heads], out, cos, sin, 1.0, 1, None)
         else:
             heads.copy_(rotate_ref(heads, cos, sin))
     return out
 
 
-_project = define("project_heads", _project_and_turn, fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
-_merge = define("merge_heads", merge_heads_ref, launch_merge_heads, fake=_new_merged)
+_project = Op("project_heads", _project_and_turn, fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
+_merge = Op("merge_heads", merge_heads_ref, launch_merge_heads, fake=_new_merged)
 
 
 class _ProjectHeads(torch.autograd.Function):
@@ -233,7 +219,7 @@ class _ProjectHeads(torch.autograd.Function):
         bias: Tensor | None,
         cos: Tensor | None,
         sin: Tensor | None,
-        parts: tuple[int, ...],
+        parts: list[int],
     ) -> tuple[Tensor, ...]:
         need_x, need_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None, cos, sin)
@@ -251,13 +237,9 @@ class _ProjectHeads(torch.autograd.Function):
 
 
 def project_heads(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parts: Sequence[int],
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int],
+    cos: Tensor | None = None, sin: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Projects x [T, C] to heads and returns one tensor [T, heads, D] for each number of heads in `parts`; with cos and
     sin [T, D/2] the first two, queries and keys, are rotated. The product has the dtype of x or, like F.linear, of an
     enclosing autocast; parameters may have any dtype."""
@@ -272,9 +254,8 @@ def project_heads(
     ):
         shapes = [None if t is None else list(t.shape) for t in (cos, sin)]
         raise ValueError(f"cos and sin {shapes} have to be [T, D/2] = {[x.shape[0], width / heads / 2]} both")
-    dtype = product_dtype(x)
-    parted: tuple[Tensor, ...] = _ProjectHeads.apply(x.to(dtype), weight.to(dtype), bias, cos, sin, tuple(parts))
-    return parted
+    dtype = language.product_dtype(x)
+    return _ProjectHeads.apply(x.to(dtype), weight.to(dtype), bias, cos, sin, tuple(parts))
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -302,5 +283,4 @@ def rotate_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         raise ValueError(f"queries {list(q.shape)} and keys {list(k.shape)} have to be [T, heads, D], D even")
     if any(t.shape != (q.shape[0], q.shape[2] // 2) for t in (cos, sin)):
         raise ValueError(f"cos {list(cos.shape)} and sin {list(sin.shape)} have to be {[q.shape[0], q.shape[2] // 2]}")
-    turned: tuple[Tensor, Tensor] = _RotateHeads.apply(q, k, cos, sin)
-    return turned
+    return _RotateHeads.apply(q, k, cos, sin)

@@ -38,6 +38,11 @@ class _Missing:
         raise ImportError(f"the GPU kernel {self.name} needs Triton: pip install triton")
 
 
+def runs_kernels(x: Tensor) -> bool:
+    """Whether kernels run on the device of x."""
+    return x.is_cuda or INTERPRET
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n, for block sizes."""
     return 1 << max(n - 1, 0).bit_length()
@@ -73,6 +78,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 __all__ = [
-    "INTERPRET", "cdiv", "dense_rows", "jit", "next_power_of_2", "num_processors", "product_dtype", "tl", "triton",
-    "wide", "wide_dtype",
+    "INTERPRET", "cdiv", "dense_rows", "jit", "next_power_of_2", "num_processors", "product_dtype", "runs_kernels",
+    "tl", "triton", "wide", "wide_dtype",
 ]  # fmt: skip

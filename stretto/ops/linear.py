@@ -10,37 +10,22 @@ Shapes: x [T, C], weight [O, C], bias [O], out and dout [T, O]. Saved for backwa
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.ops import products
 from stretto.ops.language import product_dtype, wide_dtype
-from stretto.ops.op import define
-from stretto.ops.products import (
-    add_dx,
-    compute_dweight,
-    compute_dx,
-    compute_gradients,
-    multiply,
-    multiply_into,
-)
+from stretto.ops.op import Op
 
-_linear_backward = define(
+_linear_backward = Op(
     "linear_backward",
-    compute_gradients,
+    products.compute_gradients,
     fake=lambda dout, x, weight: (dout.new_empty(x.shape), dout.new_empty(weight.shape)),
 )
-
-
-def linear_gradients(dout: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Returns dx, which needs the weight, and dweight, which needs x; None in place of a gradient whose factor is None,
-    because the forward pass did not save it."""
-    if x is None or weight is None:
-        dx = None if weight is None else compute_dx(dout, weight)
-        return dx, None if x is None else compute_dweight(dout, x)
-    gradients: tuple[Tensor, Tensor] = _linear_backward(dout, x, weight)
-    return gradients
+linear_gradients = partial(products.compute_some_gradients, both=_linear_backward)
 
 
 class _Linear(torch.autograd.Function):
@@ -49,7 +34,7 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return multiply(x, weight, bias)
+        return products.multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -61,14 +46,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x weight^T + bias for x [T, C], weight [O, C] and bias [O], in the dtype of x or, like F.linear, of an
     enclosing autocast. The product itself adds the bias."""
     dtype = product_dtype(x)
-    out: Tensor = _Linear.apply(x.to(dtype), weight.to(dtype), bias)
-    return out
+    return _Linear.apply(x.to(dtype), weight.to(dtype), bias)
 
 
 def _multiply_all(x: Tensor, weights: list[Tensor]) -> Tensor:
     out = _new_out(x, weights)
     for part, weight in zip(_split_out(out, weights), weights, strict=True):
-        multiply_into(part, x, weight)
+        products.multiply_into(part, x, weight)
     return out
 
 
@@ -83,11 +67,11 @@ def _split_out(out: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
 def _compute_all_gradients(dout: Tensor, x: Tensor, weights: list[Tensor], need_x: bool) -> list[Tensor]:
     """Returns dx, if it is needed, then the gradients of the weights."""
     parts = _split_out(dout, weights)
-    gradients = [compute_dweight(part, x) for part in parts]
+    gradients = [products.compute_dweight(part, x) for part in parts]
     if need_x:
-        dx = compute_dx(parts[0], weights[0])
+        dx = products.compute_dx(parts[0], weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):
-            add_dx(dx, part, weight)
+            products.add_dx(dx, part, weight)
         gradients.insert(0, dx)
     return gradients
 
@@ -96,8 +80,8 @@ def _new_gradients(dout: Tensor, x: Tensor, weights: list[Tensor], need_x: bool)
     return [dout.new_empty(t.shape) for t in ([x] if need_x else []) + weights]
 
 
-_linears = define("linears", _multiply_all, fake=_new_out)
-_linears_backward = define("linears_backward", _compute_all_gradients, fake=_new_gradients)
+_linears = Op("linears", _multiply_all, fake=_new_out)
+_linears_backward = Op("linears_backward", _compute_all_gradients, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -105,6 +89,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, *weights)
 
 
+@_linears.gradient(_save)
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, list[Tensor]]:
     x, *weights = ctx.saved_tensors
     need_x = ctx.needs_input_grad[0]
@@ -112,12 +97,8 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, list[Tensor]]:
     return (gradients[0], gradients[1:]) if need_x else (None, gradients)
 
 
-_linears.register_autograd(_backward, setup_context=_save)
-
-
 def linears(x: Tensor, weights: list[Tensor]) -> Tensor:
     """Returns x [T, C] times each of several weights [O, C], side by side, [T, sum of O], in the dtype of x or of an
     enclosing autocast. The weights are not copied into one matrix, neither here nor for the backward pass."""
     dtype = product_dtype(x)
-    out: Tensor = _linears(x.to(dtype), [weight.to(dtype) for weight in weights])
-    return out
+    return _linears(x.to(dtype), [weight.to(dtype) for weight in weights])

@@ -22,11 +22,12 @@ Only gradients that are needed are computed. The products are in products.py; bi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from stretto.ops import activation
 from stretto.ops.activation import (
     GATES,
     activate_backward_ref,
@@ -35,141 +36,97 @@ from stretto.ops.activation import (
     launch_activate,
     launch_activate_backward,
 )
-from stretto.ops.language import INTERPRET, product_dtype, wide_dtype
-from stretto.ops.op import define
-from stretto.ops.products import compute_dweight, compute_dx, compute_gradients, multiply
-
-
-class Forward(NamedTuple):
-    x: Tensor
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    kind: str
-    p: float
-    key: Tensor | None
-    recompute: bool
-
-
-class Backward(NamedTuple):
-    dout: Tensor
-    x: Tensor
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    kept: Tensor  # x @ up_weight^T, or h for relu
-    h: Tensor | None  # None: the backward kernel writes h again, or, for relu, `kept` is h
-    kind: str
-    p: float
-    key: Tensor | None
-    needed: list[bool]  # the gradients of x, up_weight, up_bias, down_weight, down_bias
-
-
-class DownBackward(NamedTuple):
-    """The arguments of the way back through dropout(act(kept + bias)) @ weight^T."""
-
-    dout: Tensor
-    kept: Tensor
-    bias: Tensor | None
-    weight: Tensor
-    h: Tensor | None
-    kind: str
-    p: float
-    key: Tensor | None
-    needed: list[bool]  # the gradients of kept, bias, weight
+from stretto.ops.language import product_dtype, runs_kernels, wide_dtype
+from stretto.ops.op import Op, fill_in
+from stretto.ops.products import compute_dweight, compute_some_gradients, multiply
 
 
 def _activate(pre: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    return (launch_activate if pre.is_cuda or INTERPRET else activate_ref)(pre, bias, kind, p, key)
+    return (launch_activate if runs_kernels(pre) else activate_ref)(pre, bias, kind, p, key)
 
 
-def run_mlp(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+def run_mlp(
+    x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
+    kind: str, p: float, key: Tensor | None, recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns out; what the backward pass of the activation needs, x @ up_weight^T or for relu h; and h, which is empty
     for relu, or if the backward pass recomputes h."""
-    if a.kind == "relu":  # a sign decides here, and rounding without the bias could turn it
-        h = _activate(multiply(a.x, a.up_weight, a.up_bias), None, a.kind, a.p, a.key)
-        return multiply(h, a.down_weight, a.down_bias), h, a.x.new_empty(0)
-    pre = multiply(a.x, a.up_weight)
-    h = _activate(pre, a.up_bias, a.kind, a.p, a.key)
-    return multiply(h, a.down_weight, a.down_bias), pre, a.x.new_empty(0) if a.recompute else h
+    if kind == "relu":  # a sign decides here, and rounding without the bias could turn it
+        h = _activate(multiply(x, up_weight, up_bias), None, kind, p, key)
+        return multiply(h, down_weight, down_bias), h, x.new_empty(0)
+    pre = multiply(x, up_weight)
+    h = _activate(pre, up_bias, kind, p, key)
+    return multiply(h, down_weight, down_bias), pre, x.new_empty(0) if recompute else h
 
 
 def _new_outputs(
     x: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str, recompute: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keep_h = kind != "relu" and not recompute
-    return (
-        x.new_empty(x.shape[0], down_weight.shape[0]),
-        x.new_empty(x.shape[0], up_weight.shape[0]),
-        x.new_empty((x.shape[0], down_weight.shape[1]) if keep_h else 0),
-    )
+    rows, (width, inner) = x.shape[0], down_weight.shape
+    h = x.new_empty(0) if kind == "relu" or recompute else x.new_empty(rows, inner)
+    return x.new_empty(rows, width), x.new_empty(rows, up_weight.shape[0]), h
 
 
-def run_mlp_backward(a: Backward) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients that are `needed`, and empty tensors in place of the others. The gradient of up_bias has
-    the dtype of up_bias, the gradient of down_bias is fp32."""
-    need_x, need_up_weight, need_up_bias, need_down_weight, need_down_bias = a.needed
-    dx, dup_weight = a.x.new_empty(0), a.x.new_empty(0)
-    ddown_bias = a.x.new_empty(0, dtype=wide_dtype(a.x.dtype))
-    needed = [need_x or need_up_weight or need_up_bias, need_up_bias, need_down_weight]
-    dpre, dup_bias, ddown_weight = run_down_backward(
-        DownBackward(a.dout, a.kept, a.up_bias, a.down_weight, a.h, a.kind, a.p, a.key, needed)
-    )
-    if need_down_bias:
-        ddown_bias = a.dout.sum(0, dtype=ddown_bias.dtype)
-    if need_x and need_up_weight:
-        dx, dup_weight = compute_gradients(dpre, a.x, a.up_weight)
-    elif need_up_weight:
-        dup_weight = compute_dweight(dpre, a.x)
-    elif need_x:
-        dx = compute_dx(dpre, a.up_weight)
-    return dx, dup_weight, dup_bias, ddown_weight, ddown_bias
+def run_mlp_backward(
+    dout: Tensor, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, kept: Tensor,
+    h: Tensor | None, kind: str, p: float, key: Tensor | None, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Returns the gradients of x, up_weight, up_bias, down_weight and down_bias that are `needed`. The gradient of
+    up_bias has the dtype of up_bias, the gradient of down_bias is fp32. `kept` and `h` are as in run_down_backward."""
+    need_x, need_up_weight, need_up_bias, need_down_weight, need_down_bias = needed
+    some = [need_x or need_up_weight or need_up_bias, need_up_bias, need_down_weight]
+    gradients = run_down_backward(dout, kept, up_bias, down_weight, h, kind, p, key, some)
+    dpre, dup_bias, ddown_weight = fill_in(gradients, some)
+    ddown_bias = dout.sum(0, dtype=wide_dtype(x.dtype)) if need_down_bias else None
+    dx = dup_weight = None
+    if dpre is not None:
+        dx, dup_weight = compute_some_gradients(dpre, x if need_up_weight else None, up_weight if need_x else None)
+    return [g for g in (dx, dup_weight, dup_bias, ddown_weight, ddown_bias) if g is not None]
 
 
-def run_down_backward(a: DownBackward) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of kept, bias and weight that are `needed`, and empty tensors in place of the others."""
-    need_kept, need_bias, need_weight = a.needed
-    dkept, dweight = a.kept.new_empty(0), a.kept.new_empty(0)
-    dbias = a.kept.new_empty(0, dtype=wide_dtype(a.kept.dtype))
-    h = a.kept if a.kind == "relu" else a.h
+def run_down_backward(
+    dout: Tensor, kept: Tensor, bias: Tensor | None, weight: Tensor, h: Tensor | None,
+    kind: str, p: float, key: Tensor | None, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Returns the gradients of pre, bias and weight that are `needed`, for dropout(act(pre + bias)) @ weight^T. `kept`
+    is pre, or h for relu; without `h` the backward kernel writes h again, or, for relu, `kept` is h."""
+    need_pre, need_bias, need_weight = needed
+    h = kept if kind == "relu" else h
     want_h = need_weight and h is None
-    if need_kept:
-        if need_weight and h is not None:
-            dh, dweight = compute_gradients(a.dout, h, a.weight)
-            need_weight = False  # any more
+    dpre = dbias = dweight = None
+    if need_pre:
+        dh, dweight = compute_some_gradients(dout, h if need_weight else None, weight)
+        wanted = (kind, p, key, want_h, need_bias)
+        if runs_kernels(dout):
+            dpre, again, dbias = launch_activate_backward(dh, kept, bias, *wanted, overwrite_dh=True)
         else:
-            dh = compute_dx(a.dout, a.weight)
-        gradients = activation.Backward(dh, a.kept, a.bias, a.kind, a.p, a.key, want_h, need_bias)
-        if a.dout.is_cuda or INTERPRET:
-            dkept, again, dbias = launch_activate_backward(gradients, overwrite_dh=True)
-        else:
-            dkept, again, dbias = activate_backward_ref(gradients)
+            dpre, again, dbias = activate_backward_ref(dh, kept, bias, *wanted)
         h = again if want_h else h
-        del again, dh, gradients
+        del again, dh
     elif want_h:
-        h = _activate(a.kept, a.bias, a.kind, a.p, a.key)
-    if need_weight and h is not None:
-        dweight = compute_dweight(a.dout, h)
-    return dkept, dbias, dweight
+        h = _activate(kept, bias, kind, p, key)
+    if need_weight and dweight is None and h is not None:
+        dweight = compute_dweight(dout, h)
+    return [g for g, need in zip((dpre, dbias, dweight), needed, strict=True) if need and g is not None]
+
+
+def _new_needed(
+    like: Tensor, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], needed: list[bool]
+) -> list[Tensor]:
+    some = zip(shapes, dtypes, needed, strict=True)
+    return [like.new_empty(shape, dtype=dtype) for shape, dtype, need in some if need]
 
 
 def _new_gradients(
     x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, needed: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = wide_dtype(x.dtype)
-    need_x, need_up_weight, need_up_bias, need_down_weight, need_down_bias = needed
-    return (
-        x.new_empty(x.shape if need_x else 0),
-        x.new_empty(up_weight.shape if need_up_weight else 0),
-        x.new_empty(up_weight.shape[0] if need_up_bias else 0, dtype=wide if up_bias is None else up_bias.dtype),
-        x.new_empty(down_weight.shape if need_down_weight else 0),
-        x.new_empty(down_weight.shape[0] if need_down_bias else 0, dtype=wide),
-    )
+) -> list[Tensor]:
+    up, down, wide = up_weight.shape, down_weight.shape, wide_dtype(x.dtype)
+    dtypes = (x.dtype, x.dtype, wide if up_bias is None else up_bias.dtype, x.dtype, wide)
+    return _new_needed(x, (x.shape, up, up[:1], down, down[:1]), dtypes, needed)
 
 
-_mlp = define("mlp", run_mlp, fake=_new_outputs)
-_mlp_backward = define("mlp_backward", run_mlp_backward, fake=_new_gradients)
+_mlp = Op("mlp", run_mlp, fake=_new_outputs)
+_mlp_backward = Op("mlp_backward", run_mlp_backward, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -180,28 +137,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.set_materialize_grads(False)  # no zeros in place of the gradients of kept and h
 
 
+@_mlp.gradient(_save)
 def _backward(ctx: Any, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    x, up_weight, up_bias, down_weight, down_bias, key, kept, h = ctx.saved_tensors
-    inputs, needed = (x, up_weight, up_bias, down_weight, down_bias), list(ctx.needs_input_grad[:5])
-    gradients = _mlp_backward(dout, x, up_weight, up_bias, down_weight, kept, h, ctx.kind, ctx.p, key, needed)
-    given = (g.to(t.dtype) if need else None for g, t, need in zip(gradients, inputs, needed, strict=True))
+    *inputs, down_bias, key, kept, h = ctx.saved_tensors
+    needed = list(ctx.needs_input_grad[:5])
+    gradients = fill_in(_mlp_backward(dout, *inputs, kept, h, ctx.kind, ctx.p, key, needed), needed)
+    given = (None if g is None else g.to(t.dtype) for g, t in zip(gradients, (*inputs, down_bias), strict=True))
     return *given, None, None, None, None
 
 
-_mlp.register_autograd(_backward, setup_context=_save)
-
-
 def mlp(
-    x: Tensor,
-    up_weight: Tensor,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    down_bias: Tensor | None,
-    kind: str,
-    p: float,
-    key: Tensor | None,
-    recompute: bool,
-) -> Tensor:
+    x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
+    kind: str, p: float, key: Tensor | None, recompute: bool,
+) -> Tensor:  # fmt: skip
     """Returns the MLP of x [T, C], computed in the dtype of x or, like F.linear, of an enclosing autocast. Parameters
     may be wider; their gradients have their own dtype. `key` [2] is needed where p > 0."""
     check_activation(kind, p, key)
@@ -225,22 +173,15 @@ def _activate_multiply(
     return multiply(_activate(pre, bias, kind, p, key), weight)
 
 
-def _new_down_gradients(
-    kept: Tensor, bias: Tensor | None, weight: Tensor, needed: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    need_kept, need_bias, need_weight = needed
-    dtype = wide_dtype(kept.dtype) if bias is None else bias.dtype
-    return (
-        kept.new_empty(kept.shape if need_kept else 0),
-        kept.new_empty(kept.shape[1] if need_bias else 0, dtype=dtype),
-        kept.new_empty(weight.shape if need_weight else 0),
-    )
+def _new_down_gradients(kept: Tensor, bias: Tensor | None, weight: Tensor, needed: list[bool]) -> list[Tensor]:
+    dtypes = (kept.dtype, wide_dtype(kept.dtype) if bias is None else bias.dtype, kept.dtype)
+    return _new_needed(kept, (kept.shape, kept.shape[1:], weight.shape), dtypes, needed)
 
 
-_activate_linear = define(
+_activate_linear = Op(
     "activate_linear", _activate_multiply, fake=lambda pre, weight: pre.new_empty(pre.shape[0], weight.shape[0])
 )
-_activate_linear_backward = define("activate_linear_backward", run_down_backward, fake=_new_down_gradients)
+_activate_linear_backward = Op("activate_linear_backward", run_down_backward, fake=_new_down_gradients)
 
 
 def _save_pre(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -248,15 +189,14 @@ def _save_pre(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(pre, bias, weight, key)
 
 
+@_activate_linear.gradient(_save_pre)
 def _backward_pre(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     pre, bias, weight, key = ctx.saved_tensors
     need_pre, need_bias, need_weight = wanted = ctx.needs_input_grad[:3]
     needed = [need_pre or need_bias, need_bias, need_weight]  # one kernel computes the first two
-    gradients = _activate_linear_backward(dout, pre, bias, weight, None, ctx.kind, ctx.p, key, needed)
+    found = _activate_linear_backward(dout, pre, bias, weight, None, ctx.kind, ctx.p, key, needed)
+    gradients = fill_in(found, needed)
     return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), None, None, None
-
-
-_activate_linear.register_autograd(_backward_pre, setup_context=_save_pre)
 
 
 def activate_linear(

@@ -33,64 +33,18 @@ tensors.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.ops import residual as shared
 from stretto.ops.dropout import keeps, row_words
-from stretto.ops.language import dense_rows, jit, next_power_of_2, tl, wide, wide_dtype
-from stretto.ops.op import define
-from stretto.ops.residual import (
-    add_ref,
-    check_sum,
-    choose_results,
-    find_tokens,
-    launch_backward,
-    new_gradients,
-    run_backward,
-    save,
-    split_gradient_ref,
-)
+from stretto.ops.language import dense_rows, jit, tl, wide, wide_dtype
+from stretto.ops.op import Op
+from stretto.ops.residual import Backward, Forward, add_row, find_row, find_tokens, store_sums
 
 MAX_WIDTH = 16384  # a row, and in backward three sums as wide, must fit into the registers of one program
-
-
-class Forward(NamedTuple):
-    branch: Tensor | None  # None: the residual is the stream
-    residual: Tensor
-    branch_bias: Tensor | None
-    weight: Tensor
-    bias: Tensor | None  # norm_bias
-    eps: float
-    rms: bool
-    p: float
-    key: Tensor | None
-    post: bool
-    scale: Tensor | None
-    branch_at: Tensor | None
-    y_at: Tensor | None
-    y_rows: int
-
-
-class Backward(NamedTuple):
-    """See residual.py."""
-
-    dy: Tensor | None
-    dstream: Tensor | None
-    stream: Tensor
-    stats: Tensor
-    weight: Tensor
-    key: Tensor | None
-    scale: Tensor | None
-    branch_at: Tensor | None
-    y_at: Tensor | None
-    p: float
-    post: bool
-    branch_rows: int | None
-    weight_dtype: torch.dtype | None
-    bias_dtype: torch.dtype | None
-    branch_bias_dtype: torch.dtype | None
 
 
 def stats_ref(x: Tensor, eps: float, rms: bool) -> Tensor:
@@ -112,43 +66,36 @@ def norm_ref(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rm
     return (y if norm_bias is None else y + norm_bias).to(x.dtype)
 
 
-def add_norm_ref(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
+def norm_gradient_ref(g: Tensor, xhat: Tensor, stats: Tensor) -> Tensor:
+    """Returns the gradient of x, by the formula above."""
+    dx = g - xhat * (g * xhat).mean(1, keepdim=True)
+    return (dx if len(stats) == 1 else dx - g.mean(1, keepdim=True)) * stats[0][:, None]
+
+
+def add_norm_ref(
+    a: Forward, eps: float, rms: bool, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, y_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, stream and stats; the definition of correct."""
-    y, stream, stats = new_outputs(a.branch, a.residual, a.rms, a.y_rows)
+    y, stream, stats = new_outputs(a.branch, a.residual, rms, y_rows)
     x = a.residual
     if a.branch is not None:
-        x = stream.copy_(add_ref(a.branch, x, a.branch_bias, a.p, a.key, a.scale, a.branch_at))
-    x = x if a.y_at is None else x[find_tokens(a.y_at)]
-    return y.copy_(norm_ref(x, a.weight, a.bias, a.eps, a.rms)), stream, stats.copy_(stats_ref(x, a.eps, a.rms))
+        x = stream.copy_(shared.add_ref(a.branch, x, a.branch_bias, a.p, a.key, scale, branch_at))
+    x = x if y_at is None else x[find_tokens(y_at)]
+    assert a.weight is not None
+    return y.copy_(norm_ref(x, a.weight, a.bias, eps, rms)), stream, stats.copy_(stats_ref(x, eps, rms))
 
 
-def norm_backward_ref(a: Backward) -> list[Tensor]:
+def norm_backward_ref(a: Backward, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None) -> list[Tensor]:
     """Returns the gradients in the order of split_gradient_ref."""
-    dy, dstream = a.dy, a.dstream
-    if a.post and dy is not None and dstream is not None:
-        dy, dstream = wide(dy) + dstream, None
-    dx = torch.zeros_like(a.stream, dtype=a.stats.dtype) if dstream is None else wide(dstream)
+    dy, dx = shared.open_gradient_ref(a)
     sums = []
-    if dy is not None:
-        tokens = None if a.y_at is None else find_tokens(a.y_at)
-        xhat, g = normalized_ref(a.stream if tokens is None else a.stream[tokens], a.stats), wide(dy) * a.weight
-        inner = g - xhat * (g * xhat).mean(1, keepdim=True)
-        if len(a.stats) == 2:
-            inner = inner - g.mean(1, keepdim=True)
-        inner = inner * a.stats[0][:, None]
+    if dy is not None and a.weight is not None:
+        tokens = None if y_at is None else find_tokens(y_at)
+        xhat = normalized_ref(a.stream if tokens is None else a.stream[tokens], a.stats)
+        inner = norm_gradient_ref(dy * a.weight, xhat, a.stats)
         dx = dx + inner if tokens is None else dx.index_add(0, tokens, inner)
-        sums = [(a.weight_dtype, dy * xhat), (a.bias_dtype, wide(dy))]
-    return split_gradient_ref(a, dx, sums, a.scale, a.branch_at)
-
-
-@jit
-def _find_row(at_ptr, token, inside):
-    """Returns the number of the token's row and a mask of its elements, all False if it has no row."""
-    at, mask = token, inside
-    if at_ptr is not None:
-        at = tl.load(at_ptr + token).to(tl.int64)
-        mask = inside & (at >= 0)
-    return at, mask
+        sums = [(a.weight_dtype, dy * xhat), (a.bias_dtype, dy)]
+    return shared.split_gradient_ref(a, dx, sums, scale, branch_at)
 
 
 @jit
@@ -169,28 +116,17 @@ def _write_norm(
 
 @jit
 def _norm_kernel(
-    branch_ptr,  # None: the residual is the stream, which is not written
-    residual_ptr, branch_bias_ptr, weight_ptr, norm_bias_ptr, key_ptr, scale_ptr, branch_at_ptr, y_at_ptr,
+    branch_ptr, residual_ptr, branch_bias_ptr, weight_ptr, norm_bias_ptr, key_ptr, scale_ptr, branch_at_ptr, y_at_ptr,
     y_ptr, stream_ptr, stats_ptr, y_rows, cols, branch_stride, residual_stride, eps,
     P: tl.constexpr, RMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < cols
-    x = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
-    if branch_ptr is not None:
-        at, mask = _find_row(branch_at_ptr, row, inside)
-        branch = tl.load(branch_ptr + at * branch_stride + col, mask=mask, other=0.0).to(tl.float32)
-        if branch_bias_ptr is not None:
-            branch += tl.load(branch_bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
-        if P > 0:
-            first, second = row_words(key_ptr, at)
-            branch = tl.where(keeps(first, second, col, P), branch * (1 / (1 - P)), 0.0)
-        if scale_ptr is not None:
-            branch *= tl.load(scale_ptr)
-        stream = (x + branch).to(stream_ptr.dtype.element_ty)
-        tl.store(stream_ptr + row * cols + col, stream, mask=inside)
-        x = stream.to(tl.float32)
+    x = add_row(
+        branch_ptr, residual_ptr, branch_bias_ptr, key_ptr, scale_ptr, branch_at_ptr, stream_ptr,
+        row, col, inside, cols, branch_stride, residual_stride, P,
+    )  # fmt: skip
     if y_at_ptr is None:
         _write_norm(x, row, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, y_rows, cols, eps, RMS)
     else:
@@ -222,7 +158,7 @@ def _norm_backward_kernel(
         row = tl.cast(i, tl.int64)
         dx = tl.zeros([BLOCK], tl.float32)
         if dy_ptr is not None:
-            at, mask = _find_row(y_at_ptr, row, inside)
+            at, mask = find_row(y_at_ptr, row, inside)
             dy = tl.load(dy_ptr + at * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
             if POST:
                 dy += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
@@ -245,7 +181,7 @@ def _norm_backward_kernel(
             dx += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(dresidual_ptr + row * cols + col, dx.to(dresidual_ptr.dtype.element_ty), mask=inside)
         if dbranch_ptr is not None:
-            at, mask = _find_row(branch_at_ptr, row, inside)
+            at, mask = find_row(branch_at_ptr, row, inside)
             if P > 0:
                 first, second = row_words(key_ptr, at)
                 dx = tl.where(keeps(first, second, col, P), dx * (1 / (1 - P)), 0.0)
@@ -255,13 +191,7 @@ def _norm_backward_kernel(
             tl.store(dbranch_ptr + at * cols + col, dx.to(dbranch_ptr.dtype.element_ty), mask=mask)
         if DBRANCH_BIAS:
             dbranch_bias += dx
-    sums_ptr += program.to(tl.int64) * (DWEIGHT + DBIAS + DBRANCH_BIAS) * cols + col
-    if DWEIGHT:
-        tl.store(sums_ptr, dweight, mask=inside)
-    if DBIAS:
-        tl.store(sums_ptr + DWEIGHT * cols, dnorm_bias, mask=inside)
-    if DBRANCH_BIAS:
-        tl.store(sums_ptr + (DWEIGHT + DBIAS) * cols, dbranch_bias, mask=inside)
+    store_sums(sums_ptr, program, dweight, dnorm_bias, dbranch_bias, col, cols, DWEIGHT, DBIAS, DBRANCH_BIAS)
 
 
 def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool, y_rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,63 +202,40 @@ def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool, y_rows: int)
     return residual.new_empty(y_rows, cols), residual.new_empty(0 if branch is None else rows, cols), stats
 
 
-def launch_add_norm(a: Forward) -> tuple[Tensor, Tensor, Tensor]:
-    y, stream, stats = new_outputs(a.branch, a.residual, a.rms, a.y_rows)
-    branch, residual, (rows, cols) = dense_rows(a.branch), dense_rows(a.residual), a.residual.shape
-    if rows:
-        # A program has one row, a warp 1024 channels, a thread 32: four 16-byte loads of each bf16 tensor in flight,
-        # registers for about 24 warps a processor; and up to 1024 channels the sums need no barrier.
-        block = next_power_of_2(cols)
-        _norm_kernel[(rows,)](
-            branch, residual, dense_rows(a.branch_bias), dense_rows(a.weight), dense_rows(a.bias), a.key, a.scale,
-            a.branch_at, a.y_at, y, stream, stats, a.y_rows, cols,
-            0 if branch is None else branch.stride(0), residual.stride(0), a.eps,
-            P=a.p, RMS=a.rms, BLOCK=block, num_warps=max(1, block // 1024),
-        )  # fmt: skip
-    return y, stream, stats
+def launch_add_norm(
+    a: Forward, eps: float, rms: bool, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, y_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = new_outputs(a.branch, a.residual, rms, y_rows)
+    shared.launch_forward(_norm_kernel, a, scale, branch_at, y_at, *outputs, y_rows, eps=eps, RMS=rms)
+    return outputs
 
 
-def launch_norm_backward(a: Backward) -> list[Tensor]:
+def launch_norm_backward(a: Backward, *at: Tensor | None) -> list[Tensor]:
     kinds, y_rows = a.stats.shape
-    return launch_backward(
-        _norm_backward_kernel, a, a.stats, dense_rows(a.weight), a.key, a.scale, a.branch_at, a.y_at, y_rows,
-        RMS=kinds == 1,
-    )  # fmt: skip
+    return shared.launch_backward(
+        _norm_backward_kernel, a, a.stats, dense_rows(a.weight), a.key, *at, y_rows, RMS=kinds == 1
+    )
 
 
-_add_norm = define("add_norm", add_norm_ref, launch_add_norm, fake=new_outputs)
-_norm_backward = define("norm_backward", norm_backward_ref, launch_norm_backward, fake=new_gradients)
+_add_norm = Op("add_norm", add_norm_ref, launch_add_norm, fake=new_outputs)
+_norm_backward = Op("norm_backward", norm_backward_ref, launch_norm_backward, fake=shared.new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    a = Forward._make(inputs)
-    same = a.key is None and a.scale is None and a.branch_at is None
-    save(ctx, a, output, same, a.scale, a.branch_at, a.y_at)
+    *_, scale, branch_at, y_at, _ = inputs
+    shared.save(ctx, inputs, output, scale is None and branch_at is None, scale, branch_at, y_at)
 
 
+@_add_norm.gradient(_save)
 def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    return run_backward(ctx, _norm_backward, dy, dstream)
-
-
-_add_norm.register_autograd(_backward, setup_context=_save)
+    return shared.run_backward(ctx, _norm_backward, dy, dstream)
 
 
 def add_norm(
-    branch: Tensor | None,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    weight: Tensor,
-    norm_bias: Tensor | None,
-    eps: float,
-    rms: bool,
-    p: float,
-    key: Tensor | None,
-    post: bool = False,
-    scale: Tensor | None = None,
-    branch_at: Tensor | None = None,
-    y_at: Tensor | None = None,
-    y_rows: int = 0,
-) -> tuple[Tensor, Tensor]:
+    branch: Tensor | None, residual: Tensor, branch_bias: Tensor | None, weight: Tensor, norm_bias: Tensor | None,
+    eps: float, rms: bool, p: float, key: Tensor | None, post: bool = False,
+    scale: Tensor | None = None, branch_at: Tensor | None = None, y_at: Tensor | None = None, y_rows: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y, the norm of stream = residual + scale * dropout(branch + branch_bias), and what the next branch is
     added to: the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. With
     `branch_at` the branch has rows for some tokens only, with `y_at` y has, `y_rows` in number. `scale` gets no
@@ -340,19 +247,16 @@ def add_norm(
     for at in (branch_at, y_at):
         if at is not None and (at.shape != residual.shape[:1] or at.dtype != torch.int32):
             raise ValueError(f"add_norm takes places [{len(residual)}], int32, not {list(at.shape)}, {at.dtype}")
-    check_sum("add_norm", branch, residual, p, key, all_tokens=branch_at is None)
     check_width(residual, branch_bias, weight, norm_bias)
-    key = key if p > 0 and branch is not None else None
-    p = p if key is not None else 0.0
+    a = (branch, residual, branch_bias, weight, norm_bias, p, key, post)
     places = (scale, branch_at, y_at, len(residual) if y_at is None else y_rows)
-    y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, eps, rms, p, key, post, *places)
-    return choose_results(branch, residual, y, stream, post)
+    return shared.add(_add_norm, "add_norm", a, eps, rms, *places, all_tokens=branch_at is None)
 
 
 def norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """LayerNorm or RMSNorm of x [T, C]."""
     check_width(x, weight, norm_bias)
-    y, _, _ = _add_norm(None, x, None, weight, norm_bias, eps, rms, 0.0, None, False, None, None, None, len(x))
+    y, _, _ = _add_norm(None, x, None, weight, norm_bias, 0.0, None, False, eps, rms, None, None, None, len(x))
     return y
 
 

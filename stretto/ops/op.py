@@ -35,77 +35,52 @@ def hash_sources(folder: Path) -> str:
 torch.compiler.config.cache_key_tag += f"stretto {hash_sources(Path(__file__).parent)}"
 
 
-def define(name: str, body: Body, kernel: Body | None = None, *, fake: Body, tags: Sequence[torch.Tag] = ()) -> Op:
-    """Makes an op. With a `kernel`, the body is the op on a CPU (in Triton's interpreter the kernel runs there too) and
-    the kernel the op on a GPU; without one, the body is the op on every device.
-
-    The arguments of the op are the parameters of `body`, or, if its only parameter is a NamedTuple, the fields of that
-    tuple, which is then what the kernel takes too. `fake` makes empty results: its parameters without default are the
-    arguments that shapes and dtypes depend on, found by their names."""
-    signature, arguments = read_signature(body)
-    bodies = {"cpu": body if kernel is None or not INTERPRET else kernel, "cuda": body if kernel is None else kernel}
-    if arguments is not None:
-        bodies = {device: pack_arguments(function, arguments) for device, function in bodies.items()}
-    op = Op(name, infer_schema(signature), bodies, kernel is None, tags)
-    names, needed = list(signature.parameters), inspect.signature(fake).parameters.values()
-    places = [names.index(parameter.name) for parameter in needed if parameter.default is parameter.empty]
-    op.definition.register_fake(lambda *args: fake(*(args[i] for i in places)))
-    return op
-
-
-def read_signature(body: Body) -> tuple[inspect.Signature, Any]:
-    """The signature of an op with this body, without defaults, and the NamedTuple that the body takes, or None."""
-    types = get_type_hints(body)
-    result, first, arguments = types.pop("return"), next(iter(types.values())), None
-    if hasattr(first, "_fields"):
-        arguments, types = first, get_type_hints(first)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, annotation=type) for name, type in types.items()]
-    return inspect.Signature(parameters, return_annotation=result), arguments
-
-
-def pack_arguments(function: Body, arguments: Any) -> Body:
-    """The function of a NamedTuple as a function of its fields."""
-    new = tuple.__new__  # a third of the time of `_make`, which counts its arguments
-    return lambda *args: function(new(arguments, args))
-
-
-def infer_schema(signature: inspect.Signature) -> str:
-    def prototype() -> None: ...
-
-    prototype.__signature__ = signature  # type: ignore[attr-defined]
-    return torch.library.infer_schema(prototype, mutates_args=())
-
-
 class Op:
-    """A custom op, `definition`, and the functions that do its work, by type of device."""
+    """An operation of torch, and the functions that do its work, by type of device.
+
+    With a `kernel`, the body is the op on a CPU (in Triton's interpreter the kernel runs there too) and the kernel the
+    op on a GPU; without one, the body is the op on every device.
+
+    The arguments of the op are the parameters of `body`; if the first one is a NamedTuple, the fields of that tuple
+    stand in its place, and the kernel takes such a tuple too. `fake` makes empty results: its parameters without
+    default are the arguments that shapes and dtypes depend on, found by their names."""
 
     def __init__(
-        self, name: str, schema: str, bodies: dict[str, Body], everywhere: bool, tags: Sequence[torch.Tag]
+        self, name: str, body: Body, kernel: Body | None = None, *, fake: Body, tags: Sequence[torch.Tag] = ()
     ) -> None:
-        options: dict[str, Any] = {"mutates_args": (), "schema": schema, "tags": tags}
-        options["device_types"] = None if everywhere else "cpu"
-        self.definition = torch.library.custom_op(f"stretto::{name}", bodies["cpu"], **options)
-        if not everywhere:
-            self.definition.register_kernel("cuda")(bodies["cuda"])
-        self.overload: Any = getattr(torch.ops.stretto, name).default  # the op as torch sees it
-        self.bodies = bodies
+        types, arguments = read_types(body)
+        bodies = {"cpu": kernel if kernel and INTERPRET else body, "cuda": kernel or body}
+        self.bodies = bodies if arguments is None else {k: pack_arguments(f, arguments) for k, f in bodies.items()}
         self.functions: dict[str, Any] = {}  # the bodies as autograd.Functions, if the op has gradients
+        schema = infer_schema(types)
         self.has_lists = "Tensor[]" in schema
+        options: dict[str, Any] = {"mutates_args": (), "device_types": "cpu" if kernel else None, "schema": schema}
+        self.definition = torch.library.custom_op(f"stretto::{name}", self.bodies["cpu"], tags=tags, **options)
+        if kernel:
+            self.definition.register_kernel("cuda")(self.bodies["cuda"])
+        self.overload: Any = getattr(torch.ops.stretto, name).default  # the op as torch sees it
+        needed = inspect.signature(fake).parameters.values()
+        places = [list(types).index(parameter.name) for parameter in needed if parameter.default is parameter.empty]
+        self.definition.register_fake(lambda *args: fake(*(args[i] for i in places)))
 
-    def register_autograd(self, backward: Body, *, setup_context: Callable[..., None]) -> None:
-        self.definition.register_autograd(backward, setup_context=setup_context)
+    def gradient(self, save: Callable[..., None]) -> Callable[[Body], Body]:
+        """Decorates the function that computes the gradients, from what `save` kept after the forward pass."""
 
-        def make_function(body: Body) -> Any:
+        def make_function(body: Body, backward: Body) -> Any:
             def forward(ctx: Any, *args: Any) -> Any:
                 output = body(*args)
-                setup_context(ctx, args, output)
+                save(ctx, args, output)
                 return output
 
             methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
             return type(self.overload.name(), (torch.autograd.Function,), methods)
 
-        self.functions = {device: make_function(body) for device, body in self.bodies.items()}
+        def register(backward: Body) -> Body:
+            self.definition.register_autograd(backward, setup_context=save)
+            self.functions = {device: make_function(body, backward) for device, body in self.bodies.items()}
+            return backward
+
+        return register
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched():
@@ -118,6 +93,39 @@ class Op:
         if self.has_lists:  # an autograd.Function does not see the tensors of a list
             return self.overload(*args)
         return self.functions[device].apply(*args)
+
+
+def read_types(body: Body) -> tuple[dict[str, Any], Any]:
+    """The types of the arguments and of the "return" of an op with this body, and the NamedTuple that the body takes,
+    or None."""
+    types = get_type_hints(body)
+    name, first = next(iter(types.items()))
+    if not hasattr(first, "_fields"):
+        return types, None
+    del types[name]
+    return get_type_hints(first) | types, first
+
+
+def pack_arguments(function: Body, arguments: Any) -> Body:
+    """The function of a NamedTuple and more as a function of the fields of the tuple and more."""
+    new, count = tuple.__new__, len(arguments._fields)  # `new` takes a third of the time of `_make`, which counts
+    return lambda *args: function(new(arguments, args[:count]), *args[count:])
+
+
+def infer_schema(types: dict[str, Any]) -> str:
+    def prototype() -> None: ...
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=type) for name, type in types.items() if name != "return"]
+    signature = inspect.Signature(parameters, return_annotation=types["return"])
+    prototype.__signature__ = signature  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=())
+
+
+def fill_in(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of the arguments, of which an op returned those that are needed; None in place of the others."""
+    given = iter(gradients)
+    return [next(given) if need else None for need in needed]
 
 
 def find_device(args: Sequence[Any]) -> str:

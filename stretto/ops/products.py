@@ -6,6 +6,7 @@ A linear layer has three products, one forward and two backward, of 2 T O C FLOP
     dx        dx      = dout weight             compute_dx, add_dx
     dweight   dweight = dout^T x                compute_dweight, add_dweight
                                                 compute_gradients: dx and dweight side by side
+                                                compute_some_gradients: those whose factor is given
 
 Shapes: x and dx [T, C], weight and dweight [O, C], bias [O], y and dout [T, O]. Everything else between two products
 is element by element, and is done by the kernels of the other files.
@@ -23,7 +24,9 @@ run one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,3 +94,13 @@ def compute_gradients(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
         torch.mm(dout.t(), x, out=dweight)
         torch.mm(dout, weight, out=dx)
     return dx, dweight
+
+
+def compute_some_gradients(
+    dout: Tensor, x: Tensor | None, weight: Tensor | None, both: Callable[..., Any] = compute_gradients
+) -> tuple[Any, Any]:
+    """Returns dx, which needs the weight, and dweight, which needs x; None in place of a gradient whose factor is
+    None. `both` computes the two."""
+    if x is None or weight is None:
+        return None if weight is None else compute_dx(dout, weight), None if x is None else compute_dweight(dout, x)
+    return both(dout, x, weight)

@@ -2,15 +2,8 @@
 
     stream = residual + scale * dropout(branch + branch_bias)         y = norm or affine of the stream
 
-Both files have an op of y and stream and a second op for the backward pass. The arguments of these ops are NamedTuples,
-`Forward` and `Backward` in each file, with these fields in common:
-
-    Forward    branch, residual [T, C]; branch_bias, weight, bias [C]; p, key: dropout; post
-    Backward   dy, dstream: gradients of y and stream, None where that result was not used
-               stream, stats, weight, key: saved by the forward pass
-               p, post
-               branch_rows: rows of the branch; None where its gradient is the same tensor as the residual's
-               weight_dtype, bias_dtype, branch_bias_dtype: of the gradients; None where one is not needed
+Both files have an op of y and stream and a second op for the backward pass. The first arguments of these ops are in the
+tuples `Forward` and `Backward`.
 
 A pre-norm model uses y and stream. A post-norm model uses y twice, for the next branch and as the next residual, and
 asks for that by `post`: then dstream is the gradient of the second y, and the backward kernel adds it to dy.
@@ -22,29 +15,48 @@ in registers, and leave it to sums.py to add up the programs' sums in a fixed or
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.ops.dropout import dropout_ref
-from stretto.ops.language import dense_rows, next_power_of_2, num_processors, wide
+from stretto.ops.dropout import drop_ref, keeps, row_words
+from stretto.ops.language import dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.sums import launch_sums
 
 
+class Forward(NamedTuple):
+    branch: Tensor | None  # [T, C]; None: the residual is the stream
+    residual: Tensor  # [T, C]
+    branch_bias: Tensor | None  # [C]
+    weight: Tensor | None  # [C], of the norm or affine
+    bias: Tensor | None  # [C], of the norm or affine
+    p: float  # probability of dropout
+    key: Tensor | None  # [2]; None: no dropout
+    post: bool
+
+
+class Backward(NamedTuple):
+    dy: Tensor | None  # gradient of y; None: y was not used
+    dstream: Tensor | None  # gradient of the stream; None: the stream was not used
+    stream: Tensor
+    stats: Tensor
+    weight: Tensor | None
+    key: Tensor | None
+    p: float
+    post: bool
+    branch_rows: int | None  # rows of the branch; None: its gradient is the same tensor as the residual's
+    weight_dtype: torch.dtype | None  # dtype of the gradient; None: the gradient is not needed
+    bias_dtype: torch.dtype | None
+    branch_bias_dtype: torch.dtype | None
+
+
 def add_ref(
-    branch: Tensor,
-    residual: Tensor,
-    branch_bias: Tensor | None,
-    p: float,
-    key: Tensor | None,
-    scale: Tensor | None = None,
-    branch_at: Tensor | None = None,
-) -> Tensor:
+    branch: Tensor, residual: Tensor, branch_bias: Tensor | None, p: float, key: Tensor | None,
+    scale: Tensor | None = None, branch_at: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the stream."""
-    branch = wide(branch) if branch_bias is None else wide(branch) + branch_bias
-    if key is not None:
-        branch = dropout_ref(branch, p, key)
+    branch = drop_ref(wide(branch) if branch_bias is None else wide(branch) + branch_bias, p, key)
     branch = branch if scale is None else scale * branch
     if branch_at is not None:
         branch = torch.zeros_like(residual, dtype=branch.dtype).index_copy(0, find_tokens(branch_at), branch)
@@ -56,32 +68,96 @@ def find_tokens(at: Tensor) -> Tensor:
     return (at >= 0).nonzero().flatten()
 
 
+def open_gradient_ref(a: Backward) -> tuple[Tensor | None, Tensor]:
+    """Returns the whole gradient of y, and the gradient of the stream but for the part that comes through y."""
+    dy, dstream = a.dy, a.dstream
+    if a.post and dy is not None and dstream is not None:
+        dy, dstream = wide(dy) + dstream, None
+    dx = torch.zeros_like(a.stream, dtype=wide_dtype(a.stream.dtype)) if dstream is None else wide(dstream)
+    return None if dy is None else wide(dy), dx
+
+
 def split_gradient_ref(
-    a: Any,
-    dx: Tensor,
-    sums: Sequence[tuple[torch.dtype | None, Tensor]],
-    scale: Tensor | None = None,
-    branch_at: Tensor | None = None,
+    a: Backward, dx: Tensor, sums: Sequence[tuple[torch.dtype | None, Tensor]], scale: Tensor | None, at: Tensor | None
 ) -> list[Tensor]:
     """Returns dresidual; dbranch, if it is another tensor; then the sums over rows whose dtype is given, first of
-    `sums`, then that of branch_bias. `dx` is the gradient of the stream."""
+    `sums`, then that of branch_bias. `dx` is the gradient of the stream, `at` the place of each token in the branch."""
     inputs = [dx]
     if a.branch_rows is not None:
-        dbranch = dx if branch_at is None else dx[find_tokens(branch_at)]
-        dbranch = dbranch if a.key is None else dropout_ref(dbranch, a.p, a.key)
+        dbranch = drop_ref(dx if at is None else dx[find_tokens(at)], a.p, a.key)
         inputs.append(dbranch if scale is None else scale * dbranch)
     copies = [a.stream.new_empty(d.shape).copy_(d) for d in inputs]  # never an alias of dstream
     terms = [*sums, (a.branch_bias_dtype, inputs[-1])]
     return copies + [term.sum(0).to(dtype) for dtype, term in terms if dtype is not None]
 
 
+@jit
+def find_row(at_ptr, token, inside):
+    """Returns the number of the token's row and a mask of its elements, all False if it has no row."""
+    at, mask = token, inside
+    if at_ptr is not None:
+        at = tl.load(at_ptr + token).to(tl.int64)
+        mask = inside & (at >= 0)
+    return at, mask
+
+
+@jit
+def add_row(
+    branch_ptr,  # None: the residual is the stream, which is not written
+    residual_ptr, branch_bias_ptr, key_ptr, scale_ptr, branch_at_ptr, stream_ptr, row, col, inside, cols,
+    branch_stride, residual_stride, P: tl.constexpr,
+):  # fmt: skip
+    """Computes add_ref for one row, stores the stream, and returns it in fp32."""
+    x = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
+    if branch_ptr is not None:
+        at, mask = find_row(branch_at_ptr, row, inside)
+        branch = tl.load(branch_ptr + at * branch_stride + col, mask=mask, other=0.0).to(tl.float32)
+        if branch_bias_ptr is not None:
+            branch += tl.load(branch_bias_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        if P > 0:
+            first, second = row_words(key_ptr, at)
+            branch = tl.where(keeps(first, second, col, P), branch * (1 / (1 - P)), 0.0)
+        if scale_ptr is not None:
+            branch *= tl.load(scale_ptr)
+        stream = (x + branch).to(stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + row * cols + col, stream, mask=inside)
+        x = stream.to(tl.float32)
+    return x
+
+
+@jit
+def store_sums(
+    sums_ptr, program, dweight, dbias, dbranch_bias, col, cols,
+    DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DBRANCH_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Stores those of a program's sums that were asked for."""
+    sums_ptr += program.to(tl.int64) * (DWEIGHT + DBIAS + DBRANCH_BIAS) * cols + col
+    if DWEIGHT:
+        tl.store(sums_ptr, dweight, mask=col < cols)
+    if DBIAS:
+        tl.store(sums_ptr + DWEIGHT * cols, dbias, mask=col < cols)
+    if DBRANCH_BIAS:
+        tl.store(sums_ptr + (DWEIGHT + DBIAS) * cols, dbranch_bias, mask=col < cols)
+
+
+def launch_forward(kernel: Any, a: Forward, *own: Any, **named: Any) -> None:
+    """Runs a forward kernel. `own` are its own arguments and its results, which come after the shared tensors."""
+    branch, residual, (rows, cols) = dense_rows(a.branch), dense_rows(a.residual), a.residual.shape
+    if rows:
+        # A program has one row, a warp 1024 channels, a thread 32: four 16-byte loads of each bf16 tensor in flight,
+        # registers for about 24 warps a processor; and up to 1024 channels the sums need no barrier.
+        block = next_power_of_2(cols)
+        kernel[(rows,)](
+            branch, residual, dense_rows(a.branch_bias), dense_rows(a.weight), dense_rows(a.bias), a.key, *own, cols,
+            0 if branch is None else branch.stride(0), residual.stride(0),
+            P=a.p, BLOCK=block, num_warps=max(1, block // 1024), **named,
+        )  # fmt: skip
+
+
 def new_gradients(
-    stream: Tensor,
-    branch_rows: int | None,
-    weight_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    branch_bias_dtype: torch.dtype | None,
-) -> list[Tensor]:
+    stream: Tensor, branch_rows: int | None,
+    weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None, branch_bias_dtype: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
     """Empty results of a backward op, in the order of split_gradient_ref."""
     sizes = [len(stream)] if branch_rows is None else [len(stream), branch_rows]
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype, branch_bias_dtype) if dtype is not None]
@@ -89,17 +165,13 @@ def new_gradients(
     return activations + [stream.new_empty(stream.shape[1], dtype=dtype) for dtype in dtypes]
 
 
-def launch_backward(kernel: Any, a: Any, *own: Any, **constants: Any) -> list[Tensor]:
+def launch_backward(kernel: Any, a: Backward, *own: Any, **constants: Any) -> list[Tensor]:
     """Runs a backward kernel. `own` are its own arguments, which come after the gradients and the stream."""
     gradients = new_gradients(a.stream, a.branch_rows, a.weight_dtype, a.bias_dtype, a.branch_bias_dtype)
     dresidual, dbranch = gradients[0], None if a.branch_rows is None else gradients[1]
     sums = gradients[1:] if dbranch is None else gradients[2:]
     dy, dstream, stream = dense_rows(a.dy), dense_rows(a.dstream), dense_rows(a.stream)
     rows, cols = stream.shape
-    if rows == 0:
-        for total in sums:
-            total.zero_()
-        return gradients
     # A thread has 16 channels and their sums, and 8 warps fill a processor: then a thread may use all of its 255
     # registers and every program is resident. While a row is in work the next two are being loaded: 8 warps * 32
     # threads * 16 channels * 3 tensors * 2 rows, 48 KiB of bf16, more than a processor's share of the memory's
@@ -109,26 +181,28 @@ def launch_backward(kernel: Any, a: Any, *own: Any, **constants: Any) -> list[Te
     num_warps = max(1, block // 512)
     programs = min(rows, num_processors(stream.device) * max(1, 8 // num_warps))
     partial = stream.new_empty(programs, len(sums), cols, dtype=torch.float32)
-    kernel[(programs,)](
-        dy, dstream, stream, *own, dresidual, dbranch, partial, rows, cols,
-        0 if dy is None else dy.stride(0), 0 if dstream is None else dstream.stride(0), stream.stride(0),
-        P=a.p, DWEIGHT=a.weight_dtype is not None, DBIAS=a.bias_dtype is not None,
-        DBRANCH_BIAS=a.branch_bias_dtype is not None, BLOCK=block,
-        STAGES=3 if block * stream.element_size() <= 32768 else 1,  # shared memory holds two rows up to this size
-        POST=a.post and dy is not None and dstream is not None, num_warps=num_warps, **constants,
-    )  # fmt: skip
+    if programs:
+        kernel[(programs,)](
+            dy, dstream, stream, *own, dresidual, dbranch, partial, rows, cols,
+            0 if dy is None else dy.stride(0), 0 if dstream is None else dstream.stride(0), stream.stride(0),
+            P=a.p, DWEIGHT=a.weight_dtype is not None, DBIAS=a.bias_dtype is not None,
+            DBRANCH_BIAS=a.branch_bias_dtype is not None, BLOCK=block,
+            STAGES=3 if block * stream.element_size() <= 32768 else 1,  # shared memory holds two rows up to this size
+            POST=a.post and dy is not None and dstream is not None, num_warps=num_warps, **constants,
+        )  # fmt: skip
     launch_sums(partial, sums)
     return gradients
 
 
-def save(ctx: Any, a: Any, output: tuple[Tensor, Tensor, Tensor], same: bool, *own: Tensor | None) -> None:
-    """Keeps what `run_backward` needs, and `own` for the backward op. `same`: the sum has neither dropout nor scale nor
-    places, so that the gradient of the branch is that of the residual."""
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], plain: bool, *own: Tensor | None) -> None:
+    """Keeps what `run_backward` needs, and `own` for the backward op. `plain`: the sum has neither scale nor places;
+    without dropout the gradient of the branch is then that of the residual."""
+    branch, residual, branch_bias, weight, bias, ctx.p, key, ctx.post, *_ = inputs
     _, stream, stats = output
-    ctx.save_for_backward(a.residual if a.branch is None else stream, stats, a.weight, a.key, *own)
-    ctx.p, ctx.post, ctx.branch_rows = a.p, a.post, None if same or a.branch is None else len(a.branch)
-    ctx.dtypes = [None if t is None else t.dtype for t in (a.weight, a.bias, a.branch_bias)]
-    ctx.mark_non_differentiable(*((stream, stats) if a.branch is None else (stats,)))
+    ctx.save_for_backward(residual if branch is None else stream, stats, weight, key, *own)
+    ctx.branch_rows = None if branch is None or (plain and key is None) else len(branch)
+    ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias, branch_bias)]
+    ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
     ctx.set_materialize_grads(False)  # a result that was not used has gradient None, and costs nothing
 
 
@@ -142,7 +216,9 @@ def run_backward(ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None) -
     for_branch, _, for_branch_bias, for_weight, for_bias, *_ = ctx.needs_input_grad
     wanted = (for_weight and dy is not None, for_bias and dy is not None, for_branch_bias)
     dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
-    gradients = iter(op(dy, dstream, *ctx.saved_tensors, ctx.p, ctx.post, ctx.branch_rows, *dtypes))
+    stream, stats, weight, key, *own = ctx.saved_tensors
+    saved = (stream, stats, weight, key, ctx.p, ctx.post, ctx.branch_rows)
+    gradients = iter(op(dy, dstream, *saved, *dtypes, *own))
     dresidual = next(gradients)
     dbranch = dresidual if ctx.branch_rows is None else next(gradients)
     dweight, dbias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
@@ -162,18 +238,10 @@ class Again(torch.autograd.Function):
         return None, dy
 
 
-def choose_results(
-    branch: Tensor | None, residual: Tensor, y: Tensor, stream: Tensor, post: bool
-) -> tuple[Tensor, Tensor]:
-    """Returns y and what the next branch is added to."""
-    if branch is None:
-        return y, y if post else residual
-    return y, Again.apply(y, stream) if post else stream
-
-
-def check_sum(
-    name: str, branch: Tensor | None, residual: Tensor, p: float, key: Tensor | None, all_tokens: bool = True
-) -> None:
+def add(op: Any, name: str, a: tuple[Any, ...], *own: Any, all_tokens: bool = True) -> tuple[Tensor, Tensor]:
+    """Calls a forward op with the fields of `Forward` and `own` arguments, and returns y and what the next branch is
+    added to. `all_tokens`: the branch has a row for each token."""
+    branch, residual, *parameters, p, key, post = a
     if branch is not None and (branch.dtype != residual.dtype or (all_tokens and branch.shape != residual.shape)):
         raise ValueError(
             f"{name} takes branch and residual of one shape and dtype, "
@@ -181,3 +249,8 @@ def check_sum(
         )
     if not 0 <= p < 1 or (p > 0 and branch is not None and (key is None or key.shape != (2,))):
         raise ValueError(f"{name} takes 0 <= p < 1, and a key [2] with p > 0, not p = {p} and key = {key}")
+    drops = p > 0 and branch is not None
+    y, stream, _ = op(branch, residual, *parameters, p if drops else 0.0, key if drops else None, post, *own)
+    if branch is None:
+        return y, y if post else residual
+    return y, Again.apply(y, stream) if post else stream

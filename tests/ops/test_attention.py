@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops import attention as family
-from stretto.ops.attention import Backward, Forward, attention, attention_ref, keep_ref, words_ref
+from stretto.ops.attention import Forward, attention, attention_ref, keep_ref, words_ref
 from stretto.ops.dropout import hash_ref, mix_ref
 from stretto.ops.language import INTERPRET
 from tests.ops.checks import DEVICE, RUNS_KERNELS, assert_compiles, assert_op, error, poisoned_memory, rand, results
@@ -160,11 +160,12 @@ def test_reference_has_the_gradients_that_it_says() -> None:
         q, k, v = (t.requires_grad_() for t in tensors)
         bias = rand(4, 11, dtype=torch.float64, seed=4).requires_grad_()
         layout = (queries, keys, 4, 5, causal, 0.7, p)
-        out, lse, words = attention_ref(Forward(q, k, v, bias, *layout, KEY if p else None))
+        arguments = Forward(q, k, v, bias, *layout, KEY if p else None)
+        out, lse, words = attention_ref(arguments)
         dout = rand(*out.shape, dtype=torch.float64, seed=3)
         expected = torch.autograd.grad(out, (q, k, v, bias), dout)
         with torch.no_grad():
-            got = family.attention_backward_ref(Backward(dout, q, k, v, bias, out, lse, words, *layout))
+            got = family.attention_backward_ref(arguments, dout, out, lse, words)
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b)
 
@@ -231,9 +232,9 @@ def test_op(length: int, p: float, far: int) -> None:
     args = (q, k, v, bias, offsets, offsets, length, length, True, 0.5, p, KEY if p else None)
     assert_op(family._attention.overload, args)
     out, lse, words = family._attention(*args)
-    kept = [None if t is None else t.detach() for t in (q, k, v, bias, out, lse)]
+    plain = [t.detach() if isinstance(t, Tensor) else t for t in (*args[:-1], None)]
     dout = rand(*out.shape).transpose(0, 1).contiguous().transpose(0, 1)
-    assert_op(family._attention_backward.overload, (dout, *kept, words, offsets, offsets, length, length, True, 0.5, p))
+    assert_op(family._attention_backward.overload, (*plain, dout, out.detach(), lse.detach(), words))
 
 
 @pytest.mark.parametrize("length", [20, 40])

@@ -255,7 +255,7 @@ def test_ops() -> None:
     assert_op(family._embed.overload, (*bare, *tail, torch.float32))
     token, position, token_type, weight, bias = (t.detach() for t in tables)
     lookups = (ids, token, at, position, kinds, token_type)
-    assert_op(family._embed_backward.overload, (rand(8, 9).t(), *lookups, weight, KEY, *tail))
+    assert_op(family._embed_backward.overload, (*lookups, weight, bias, KEY, *tail, torch.float32, rand(8, 9).t()))
     assert_op(family._add_by_id.overload, (rand(8, 9).t(), ids, 11, 2.0, torch.bfloat16))
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from stretto.ops import mlp as family
-from stretto.ops.activation import GATES, KINDS, Backward, activate_ref
+from stretto.ops.activation import GATES, KINDS, activate_ref
 from stretto.ops.mlp import activate_linear, mlp
 from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, error, rand, results, strided
 
@@ -260,9 +260,9 @@ def test_a_wrong_recomputation_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("launch_activate_backward", "activate_backward_ref"):
         right = getattr(family, name)
 
-        def wrong(a: Backward, right: Any = right, **named: Any) -> Any:
-            dx, h, dbias = right(a, **named)
-            return dx, family._activate(a.kept, a.bias, a.kind, 0.0, None) if h.numel() else h, dbias
+        def wrong(dh: Tensor, *given: Any, right: Any = right, **named: Any) -> Any:
+            dx, h, dbias = right(dh, *given, **named)
+            return dx, family._activate(*given[:3], 0.0, None) if h.numel() else h, dbias
 
         monkeypatch.setattr(family, name, wrong)
     parity(recompute=False)

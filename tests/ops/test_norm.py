@@ -237,27 +237,26 @@ def test_gradients_may_be_expanded() -> None:
 
 @pytest.mark.parametrize(("rms", "p"), [(False, 0.2), (True, 0.0)])
 def test_op(rms: bool, p: float) -> None:
-    key = KEY if p > 0 else None
+    key, kind = KEY if p > 0 else None, (EPS, rms)
     branch, residual, branch_bias, weight, shift = (t.requires_grad_() for t in tensors(3, 20))
     for post in (False, True):
-        assert_op(
-            family._add_norm.overload, (branch, residual, branch_bias, weight, shift, EPS, rms, p, key, post, *ALL, 3)
-        )
+        given = (branch, residual, branch_bias, weight, shift, p, key, post)
+        assert_op(family._add_norm.overload, (*given, *kind, *ALL, 3))
     turned = [rand(20, 3, seed=seed).t().requires_grad_() for seed in (1, 2)]
-    assert_op(family._add_norm.overload, (*turned, None, weight, None, EPS, rms, p, key, False, *ALL, 3))
-    assert_op(family._add_norm.overload, (None, residual, None, weight, shift, EPS, rms, 0.0, None, False, *ALL, 3))
+    assert_op(family._add_norm.overload, (*turned, None, weight, None, p, key, False, *kind, *ALL, 3))
+    assert_op(family._add_norm.overload, (None, residual, None, weight, shift, 0.0, None, False, *kind, *ALL, 3))
     first, second = (of for of in (places([0, 2]), places([1])) if of is not None)
     some = (torch.tensor(2.0, device=DEVICE), first[:3], second[:3])
-    parts = (branch.detach()[:2].requires_grad_(), residual, branch_bias, weight, shift, EPS, rms, p, key, False)
-    assert_op(family._add_norm.overload, (*parts, *some, 1))
+    parts = (branch.detach()[:2].requires_grad_(), residual, branch_bias, weight, shift, p, key, False)
+    assert_op(family._add_norm.overload, (*parts, *kind, *some, 1))
     _, stream, stats = (
-        t.detach() for t in family._add_norm(*turned, None, weight, None, EPS, rms, p, key, False, *ALL, 3)
+        t.detach() for t in family._add_norm(*turned, None, weight, None, p, key, False, *kind, *ALL, 3)
     )
-    saved, dtypes = (stream, stats, weight.detach(), key, *ALL), (torch.float32, torch.bfloat16, None)
+    saved, dtypes = (stream, stats, weight.detach(), key), (torch.float32, torch.bfloat16, None)
     for dy, dstream in ((stream, stream.t().contiguous().t()), (stream, None), (None, stream)):
         assert_op(
             family._norm_backward.overload,
-            (dy, dstream, *saved, p, False, 3 if p else None, *(dtypes if dy is not None else (None,) * 3)),
+            (dy, dstream, *saved, p, False, 3 if p else None, *(dtypes if dy is not None else (None,) * 3), *ALL),
         )
 
 
