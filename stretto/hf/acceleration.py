@@ -315,7 +315,7 @@ class Exchanges:
     def _swap_sites(self, found: list[Site], units: Sequence[Unit | str]) -> None:
         """Exchanges modules with parameters of their own: each kind is tried by itself, and then all of them at once
         where they are. If that gives another result, each kind is tried where it is."""
-        ordered = sorted((site for site in found if site.fused is not None), key=lambda site: site.name.count("."))
+        ordered = sorted((site for site in found if site.ours is not None), key=lambda site: site.name.count("."))
         kinds = [kind_of(site) for site in ordered]
         first = dict(zip(reversed(kinds), reversed(ordered), strict=True))
         problems = {kind: site.problem or compare_module(site) for kind, site in first.items()}
@@ -325,7 +325,7 @@ class Exchanges:
             inside.clear()
             for site, kind in zip(ordered, kinds, strict=True):  # the whole before its parts
                 if kind in chosen and id(site.module) not in inside:
-                    self.journal.swap(site.module, site.fused, site.parts)  # type: ignore[arg-type]
+                    self.journal.swap(site.module, site.ours, site.parts)  # type: ignore[arg-type]
                     used = (*site.parts.linears, site.parts.norm)
                     inside.update(id(site.module.get_submodule(name)) for name in used if name)
             return True
@@ -387,7 +387,7 @@ class Exchanges:
         mark, changed, seat = self.journal.mark(), False, self.seats[stack.owner]
         for layer in stack.layers:
             self.journal.change(layer, "stretto_inside", tuple(m for m in layer.modules() if m is not layer))
-            self.journal.swap(layer, modules.FusedLayer)
+            self.journal.swap(layer, modules.DeferringLayer)
         self.journal.change(seat, "layers", stack.layers)
         passes: dict[str, Callable[[Stack, Unit], bool]] = {
             "rotary": self._swap_rotary, "projections": self._swap_projections, "residual": self._swap_sums,
@@ -422,9 +422,9 @@ class Exchanges:
         groups = {module: group for module, noted in calls.items() if (group := find_group(noted))}
         for attention, stand_in in _pair_with_stand_ins(stack):
             if stand_in in groups:
-                self.journal.swap(attention, modules.FusedAttention, Parts(linears=groups[stand_in]))
+                self.journal.swap(attention, modules.JoiningAttention, Parts(linears=groups[stand_in]))
                 for name in groups[stand_in]:
-                    self.journal.swap(attention.get_submodule(name), modules.FusedProjection)
+                    self.journal.swap(attention.get_submodule(name), modules.JoinedProjection)
         return bool(groups)
 
     def _swap_sums(self, stack: Stack, unit: Unit) -> bool:
@@ -444,14 +444,14 @@ class Exchanges:
         return bool(used)
 
     def _defer(self, module: nn.Module) -> None:
-        if isinstance(module, modules.FusedMLP):
+        if isinstance(module, modules.WholeMLP):
             kind: Any = type(module)
             ours, theirs, parts = kind.made_of
             self.journal.change(module, "__class__", modules.mix(ours, theirs, replace(parts, defers=True)))
         elif type(module) in (nn.Linear, Conv1D):
-            self.journal.swap(module, modules.FusedLinear)
+            self.journal.swap(module, modules.DeferringLinear)
         else:
-            self.journal.swap(module, modules.FusedActivation, Parts(activation=find_activation(module)))
+            self.journal.swap(module, modules.DeferringActivation, Parts(activation=find_activation(module)))
 
     # Padding
 
@@ -551,10 +551,10 @@ def _find_attention(stack: Stack) -> list[nn.Module]:
 
 
 def _find_loose(layer: nn.Module) -> list[nn.Module]:
-    """Linear layers, activations and MLPs that are not a part of a fused module."""
-    known = {part for module in layer.modules() if isinstance(module, modules.Fused) for part in module.children()}
+    """Linear layers, activations and MLPs that are not a part of a recognised module."""
+    known = {part for module in layer.modules() if isinstance(module, modules.Recognised) for part in module.children()}
     loose = [module for module in layer.modules() if module not in known]
-    dense = [m for m in loose if isinstance(m, modules.FusedMLP) or type(m) in (nn.Linear, Conv1D)]
+    dense = [m for m in loose if isinstance(m, modules.WholeMLP) or type(m) in (nn.Linear, Conv1D)]
     return dense + [m for m in loose if is_activation(m) and find_activation(m) is not None]
 
 

@@ -41,6 +41,7 @@ from stretto.batch import IGNORE
 from stretto.ops.activation import activate
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
+from stretto.techniques import load_all
 
 if TYPE_CHECKING:
     from stretto.hf.find import Stack
@@ -213,9 +214,8 @@ class Lazy(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *others: Any) -> Any:
-        raise RuntimeError(
-            f"{func} met a tensor that was not computed; accelerate with fused=False and loss=False to have all of them"
-        )
+        options = " and ".join([*(f"{cls.name}=False" for cls in load_all() if cls.default_outside), "loss=False"])
+        raise RuntimeError(f"{func} met a tensor that was not computed; accelerate with {options} to have all of them")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.compute())

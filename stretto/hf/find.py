@@ -42,14 +42,14 @@ from transformers.pytorch_utils import Conv1D
 from stretto.batch import IGNORE
 from stretto.hf.modules import (
     NONE,
-    Fused,
-    FusedDense,
-    FusedGatedMLP,
-    FusedMLP,
-    FusedNorm,
-    FusedResidualNorm,
+    ActivatedLinear,
+    OnePassNorm,
     Parts,
+    Recognised,
+    ResidualNorm,
     RuledNorm,
+    WholeGatedMLP,
+    WholeMLP,
     describe_child,
     weight_of,
 )
@@ -65,12 +65,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-ROLES: list[tuple[str, int, str, type[Fused]]] = [  # calls, arguments, role, what takes its place
-    ("LA", 1, "dense", FusedDense),
-    ("LAN", 1, "transform", FusedDense),
-    ("LAD?LD?", 1, "mlp", FusedMLP),
-    ("LALD?LD?", 1, "gated mlp", FusedGatedMLP),
-    ("LD?N", 2, "residual norm", FusedResidualNorm),
+ROLES: list[tuple[str, int, str, type[Recognised]]] = [  # calls, arguments, role, what takes its place
+    ("LA", 1, "dense", ActivatedLinear),
+    ("LAN", 1, "transform", ActivatedLinear),
+    ("LAD?LD?", 1, "mlp", WholeMLP),
+    ("LALD?LD?", 1, "gated mlp", WholeGatedMLP),
+    ("LD?N", 2, "residual norm", ResidualNorm),
 ]
 SIDES = ("right", "left", "holes", "empty")
 IDS = ("own", "other")
@@ -151,7 +151,7 @@ class Site:
     name: str
     role: str
     module: nn.Module
-    fused: type[nn.Module] | None = None
+    ours: type[nn.Module] | None = None  # class that can take its place
     parts: Parts = NONE
     problem: str | None = None
     remark: str = ""  # addition to the report's line, where there is no problem
@@ -187,7 +187,7 @@ def _find_role(name: str, module: nn.Module) -> Site:
     if acts_as_norm(module):
         width = next(module.parameters()).shape[0]
         problem = f"{width} channels: more than {MAX_WIDTH}" if width > MAX_WIDTH else None
-        return Site(name, "norm", module, FusedNorm, problem=problem)
+        return Site(name, "norm", module, OnePassNorm, problem=problem)
     if calls_attention_interface(module):
         return Site(name, "attention", module)
     letters = {child: _letter(part) for child, part in module.named_children()}
@@ -198,10 +198,10 @@ def _find_role(name: str, module: nn.Module) -> Site:
     if calls is None:
         return Site(name, "", module)
     word = "".join(str(letters[child]) for child, _ in calls)
-    for pattern, arguments, role, fused in ROLES:
+    for pattern, arguments, role, ours in ROLES:
         if arity == arguments and re.fullmatch(pattern, word):
             parts, problem = _find_parts(module, calls, letters)
-            return Site(name, role, module, fused, parts, problem)
+            return Site(name, role, module, ours, parts, problem)
     return Site(name, "", module)
 
 

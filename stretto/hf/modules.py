@@ -5,19 +5,19 @@ own name, and keeps its parameters, children, hooks and attributes. So checkpoin
 everything that looks for modules by class name go on as before. Made classes can be pickled: they are written as what
 they are made of. Each reads the same parameters and gives the same result up to rounding:
 
-    FusedNorm          LayerNorm and RMSNorm in one pass
-    FusedDense         a linear layer and its activation (BERT's "intermediate"): the bias goes into the activation; a
-                       norm may follow (BERT's head in front of the vocabulary)
-    FusedMLP           both linear layers around an activation as one differentiable unit
-    FusedGatedMLP      two products of one input side by side in one matrix, SwiGLU or GEGLU between its halves
-    FusedResidualNorm  linear layer, dropout, residual add and norm: one product and one pass (BERT's "output")
-    FusedLayer         a layer inside which sums wait for the norm behind them (defer.py)
-    FusedLinear        a linear layer whose bias is added by what follows: an activation, or that norm
-    FusedActivation    an activation that a layer calls by itself, with the bias before it and the dropout behind it
-    FusedAttention     attention whose query, key and value (FusedProjection) of one input are one product
-    Rotated            attention whose rotary positions are one kernel
-    LazyHead           an output layer that gives `Logits`
-    RuledNorm          what a technique puts in the place of a norm: another result
+    OnePassNorm          LayerNorm and RMSNorm in one pass
+    ActivatedLinear      a linear layer and its activation (BERT's "intermediate"): the bias goes into the activation; a
+                         norm may follow (BERT's head in front of the vocabulary)
+    WholeMLP             both linear layers around an activation as one differentiable unit
+    WholeGatedMLP        two products of one input side by side in one matrix, SwiGLU or GEGLU between its halves
+    ResidualNorm         linear layer, dropout, residual add and norm: one product and one pass (BERT's "output")
+    DeferringLayer       a layer inside which sums wait for the norm behind them (defer.py)
+    DeferringLinear      a linear layer whose bias is added by what follows: an activation, or that norm
+    DeferringActivation  an activation that a layer calls by itself, with the bias before it and the dropout behind it
+    JoiningAttention     attention whose query, key and value (JoinedProjection) of one input are one product
+    Rotated              attention whose rotary positions are one kernel
+    LazyHead             an output layer that gives `Logits`
+    RuledNorm            what a technique puts in the place of a norm: another result
 
 Activations have any leading shape, [..., C]; the kernels see [T, C]. The precision is that of the original: under
 autocast products are in its precision, norms and sums in fp32.
@@ -150,7 +150,7 @@ def describe_options(module: nn.Module) -> str | None:
     return None if isinstance(module, nn.Dropout) else f"{module.extra_repr()} {len(module._modules)}"
 
 
-class Fused(nn.Module):
+class Recognised(nn.Module):
     """A module whose parts have been found."""
 
     parts: Parts
@@ -159,10 +159,10 @@ class Fused(nn.Module):
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor:
         if named or len(inputs) != self.takes or not self.is_intact():
             return super().forward(*inputs, **named)
-        return self.run_fused(*inputs)
+        return self.run_parts(*inputs)
 
-    def run_fused(self, *inputs: Tensor) -> Tensor:
-        raise TypeError("Fused is abstract: find.py knows its kinds")
+    def run_parts(self, *inputs: Tensor) -> Tensor:
+        raise TypeError("Recognised is abstract: find.py knows its kinds")
 
     def is_intact(self) -> bool:
         """Whether its children are what they were: adapters take their place, or hook into them."""
@@ -185,11 +185,11 @@ class Fused(nn.Module):
         return drop.p, draw_keys(x, 1)[0]
 
 
-class FusedNorm(Fused):
-    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+class OnePassNorm(Recognised):
+    def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         weight: Tensor = self.child("weight")
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
-            return super(Fused, self).forward(compute(x))  # some round to their weight's precision
+            return super(Recognised, self).forward(compute(x))  # some round to their weight's precision
         if isinstance(x, Pending):
             same = norm_dtype(x.dtype, weight) == x.dtype
             y = x.normalise(partial(add_normalised, self)) if same else None
@@ -199,8 +199,8 @@ class FusedNorm(Fused):
         return normalise(x.flatten(0, -2), self).view(x.shape)
 
 
-class FusedDense(Fused):
-    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+class ActivatedLinear(Recognised):
+    def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dense, kind = self.child(self.parts.linears[0]), self.parts.activation
         assert kind is not None
         early, late = (dense.bias, None) if kind == "relu" else (None, dense.bias)  # a sign could turn without a bias
@@ -209,8 +209,8 @@ class FusedDense(Fused):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class FusedMLP(Fused):
-    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+class WholeMLP(Recognised):
+    def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         up, down = (self.child(name) for name in self.parts.linears)
         drop = self.draw(x) if self.parts.inner_dropout else (0.0, None)
         assert self.parts.activation is not None
@@ -227,8 +227,8 @@ class FusedMLP(Fused):
         return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
 
 
-class FusedGatedMLP(FusedMLP):
-    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+class WholeGatedMLP(WholeMLP):
+    def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         gate, up, down = (self.child(name) for name in self.parts.linears)
         biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
         h = linears(x.flatten(0, -2), [weight_of(gate), weight_of(up)])
@@ -241,10 +241,10 @@ class FusedGatedMLP(FusedMLP):
         return self.finish(y, down.bias)
 
 
-class FusedResidualNorm(Fused):
+class ResidualNorm(Recognised):
     takes = 2
 
-    def run_fused(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+    def run_parts(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         dense, norm_module = self.child(self.parts.linears[0]), self.child(self.parts.norm)
         stream = residual.flatten(0, -2)
         branch = linear(x.flatten(0, -2), weight_of(dense))
@@ -256,7 +256,7 @@ class FusedResidualNorm(Fused):
 # Layers, and what waits inside
 
 
-class FusedLayer(nn.Module):
+class DeferringLayer(nn.Module):
     stretto_inside: tuple[nn.Module, ...]  # all modules in it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ class FusedLayer(nn.Module):
         return compute(out) if isinstance(out, Tensor) else tree_map_only(Pending, compute, out)
 
 
-class FusedLinear(nn.Module):
+class DeferringLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
@@ -284,7 +284,7 @@ class FusedLinear(nn.Module):
         return Pending(self, y.view(*x.shape[:-1], y.shape[-1]), self.bias)
 
 
-class FusedActivation(nn.Module):
+class DeferringActivation(nn.Module):
     parts: Parts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def project_all(x: Tensor, layers: list[Any]) -> list[Tensor]:
     return [part.flatten(1).view(*x.shape[:-1], width) for part, width in zip(heads, widths, strict=True)]
 
 
-class FusedAttention(nn.Module):
+class JoiningAttention(nn.Module):
     """Attention with linear layers that are given one input: its parts."""
 
     parts: Parts
@@ -340,7 +340,7 @@ class FusedAttention(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inside = current_layer()
         projections: list[Any] = [] if inside is None else [getattr(self, name) for name in self.parts.linears]
-        intact = all(isinstance(each, FusedProjection) and not is_touched(each) for each in projections)
+        intact = all(isinstance(each, JoinedProjection) and not is_touched(each) for each in projections)
         if inside is None or not intact or len({each.bias is None for each in projections}) > 1:
             return super().forward(*args, **kwargs)
         before, inside.together = inside.together, Together(projections)
@@ -350,7 +350,7 @@ class FusedAttention(nn.Module):
             inside.together = before
 
 
-class FusedProjection(nn.Module):
+class JoinedProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inside = current_layer()
         together = None if inside is None else inside.together

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from stretto.hf.defer import Call, calling, compute
 from stretto.hf.find import Batch, Site, draw_inputs, masks_of, quietly
-from stretto.hf.modules import NONE, Fused, Parts, is_touched, mix, weight_of
+from stretto.hf.modules import NONE, Parts, Recognised, is_touched, mix, weight_of
 
 TIGHT = 1e-3  # largest distance of results in fp32, relative to their norm
 LEAST = 1e-5  # share of the largest gradient that a gradient of zero, but for rounding, may be off by
@@ -401,8 +401,8 @@ def kind_of(site: Site) -> Any:
 
 
 def compare_module(site: Site) -> str | None:
-    """Why the fused module must not take the place of the plain one."""
-    assert site.fused is not None and issubclass(site.fused, Fused)
+    """Why the class of ours must not take the place of the module's own."""
+    assert site.ours is not None and issubclass(site.ours, Recognised)
     if any(is_touched(child) for child in site.module.children()):
         return "its children have hooks"
     try:
@@ -413,12 +413,12 @@ def compare_module(site: Site) -> str | None:
         problem = _compare_copies(site, False, exact) if half else None
         return problem if isinstance(problem, str) else None
     except Exception as error:
-        return f"the fused module cannot take its place: {describe(error)}"
+        return f"our module cannot take its place: {describe(error)}"
 
 
 def _compare_copies(site: Site, exact: bool, truth: Result | None = None) -> str | Result | None:
     """In fp32 a difference, or else the result; in the module's own precision, how that falls short of the `truth`."""
-    assert site.fused is not None
+    assert site.ours is not None
     module = _disguised_copy(site.module, exact)
     dense = site.parts.linears
     width = weight_of(module.get_submodule(dense[0])).shape[1] if dense else next(module.parameters()).shape[0]
@@ -429,7 +429,7 @@ def _compare_copies(site: Site, exact: bool, truth: Result | None = None) -> str
         if find_difference(trained, run(module, inputs)):
             return "it is random in training, by something other than a Dropout module"
         expected = run(module, inputs, dict(module.named_parameters()))
-        Journal().swap(module, site.fused, site.parts)
+        Journal().swap(module, site.ours, site.parts)
         found = run(module, inputs, dict(module.named_parameters()))
     if truth is not None:
         return find_loss_of_precision(found, expected, truth)
