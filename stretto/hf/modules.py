@@ -64,10 +64,10 @@ class Parts:
     linears: tuple[str, ...] = ()
     norm: str | None = None
     dropout: str | None = None
-    activation: str | None = None  # a kind of ops/activation.py
+    activation: str = ""  # kind of ops/activation.py, if there is an activation
     inner_dropout: bool = False  # whether the dropout stands between the two products
     defers: bool = False  # whether the bias of its last product is left to what follows
-    children: tuple[tuple[str, Any, str | None], ...] = ()  # all children in use, as `describe_child` has them
+    children: tuple[tuple[str, Any], ...] = ()  # names of all children in use, and what `describe` gives for them
 
 
 NONE = Parts()
@@ -136,18 +136,12 @@ def hands_on(layer: nn.Module) -> bool:
 # Modules with parts
 
 
-def describe_child(module: nn.Module, name: str) -> tuple[str, Any, str | None]:
-    """Name, class and options: a child of another description is another function."""
-    child = module._modules[name]
-    assert child is not None
-    return name, type(child), describe_options(child)
-
-
-def describe_options(module: nn.Module) -> str | None:
-    """Whether a linear layer has a bias; what an activation says of itself."""
+def describe(module: nn.Module) -> tuple[Any, str | None]:
+    """The class and the options of a child, with others of which it is another function: whether a linear layer has a
+    bias, what an activation says of itself."""
     if "weight" in module._parameters:
-        return "bias" if module._parameters.get("bias") is not None else ""
-    return None if isinstance(module, nn.Dropout) else f"{module.extra_repr()} {len(module._modules)}"
+        return type(module), "bias" if module._parameters.get("bias") is not None else ""
+    return type(module), None if isinstance(module, nn.Dropout) else f"{module.extra_repr()} {len(module._modules)}"
 
 
 class Recognised(nn.Module):
@@ -166,11 +160,9 @@ class Recognised(nn.Module):
 
     def is_intact(self) -> bool:
         """Whether its children are what they were: adapters take their place, or hook into them."""
-        for name, kind, options in self.parts.children:
-            child: Any = self._modules.get(name)
-            if type(child) is not kind or is_touched(child):
-                return False
-            if describe_options(child) != options:
+        for name, description in self.parts.children:
+            child = self._modules.get(name)
+            if child is None or is_touched(child) or describe(child) != description:
                 return False
         return True
 
@@ -202,7 +194,6 @@ class OnePassNorm(Recognised):
 class ActivatedLinear(Recognised):
     def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dense, kind = self.child(self.parts.linears[0]), self.parts.activation
-        assert kind is not None
         early, late = (dense.bias, None) if kind == "relu" else (None, dense.bias)  # a sign could turn without a bias
         y = activate(linear(x.flatten(0, -2), weight_of(dense), early), late, kind, 0.0, None)
         y = normalise(y, self.child(self.parts.norm)) if self.parts.norm else y
@@ -211,34 +202,27 @@ class ActivatedLinear(Recognised):
 
 class WholeMLP(Recognised):
     def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        parts, bias = self.parts, self.child(self.parts.linears[-1]).bias
+        puts_off = parts.defers and current_layer() is not None  # the last bias is added by what follows
+        drop = self.draw(x) if parts.inner_dropout else (0.0, None)
+        y = self.multiply(x.flatten(0, -2), None if puts_off else bias, *drop)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        y = Pending(self, y, bias) if puts_off else y
+        return self.child(parts.dropout)(y) if parts.dropout and not parts.inner_dropout else y
+
+    def multiply(self, x: Tensor, bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
         up, down = (self.child(name) for name in self.parts.linears)
-        drop = self.draw(x) if self.parts.inner_dropout else (0.0, None)
-        assert self.parts.activation is not None
-        weights = weight_of(up), up.bias, weight_of(down), None if self.puts_off() else down.bias
-        y = mlp(x.flatten(0, -2), *weights, self.parts.activation, *drop, recompute=False)
-        return self.finish(y.view(*x.shape[:-1], y.shape[-1]), down.bias)
-
-    def puts_off(self) -> bool:
-        """Whether the last bias is added by what follows."""
-        return self.parts.defers and current_layer() is not None
-
-    def finish(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        y = Pending(self, y, bias) if self.puts_off() else y
-        return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
+        weights = weight_of(up), up.bias, weight_of(down), bias
+        return mlp(x, *weights, self.parts.activation, p, key, recompute=False)
 
 
 class WholeGatedMLP(WholeMLP):
-    def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def multiply(self, x: Tensor, bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
         gate, up, down = (self.child(name) for name in self.parts.linears)
         biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
-        h = linears(x.flatten(0, -2), [weight_of(gate), weight_of(up)])
-        assert self.parts.activation is not None
-        drop = self.draw(x) if self.parts.inner_dropout else (0.0, None)
-        y = activate_linear(h, biases, weight_of(down), self.parts.activation, *drop)
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        if down.bias is not None and not self.puts_off():
-            y = y + down.bias.to(y.dtype)
-        return self.finish(y, down.bias)
+        h = linears(x, [weight_of(gate), weight_of(up)])
+        y = activate_linear(h, biases, weight_of(down), self.parts.activation, p, key)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
 class ResidualNorm(Recognised):
@@ -312,9 +296,7 @@ class Together:
     input: Tensor | None = None
     results: dict[nn.Module, Tensor] = field(default_factory=dict)
 
-    def project(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        if layer not in self.layers:
-            return None
+    def project(self, layer: nn.Module, x: Tensor) -> Tensor:
         if self.input is not x or layer not in self.results:
             self.input, self.results = x, dict(zip(self.layers, project_all(x, self.layers), strict=True))
         return self.results.pop(layer)
@@ -353,9 +335,9 @@ class JoiningAttention(nn.Module):
 class JoinedProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inside = current_layer()
-        together = None if inside is None else inside.together
-        result: Tensor | None = None if together is None else together.project(self, x)
-        return super().forward(x) if result is None else result
+        if inside is None or inside.together is None or self not in inside.together.layers:
+            return super().forward(x)
+        return inside.together.project(self, x)
 
 
 class Rotated(nn.Module):
@@ -441,19 +423,14 @@ class LazyHead(nn.Module):
         return Logits(recipe, shape, product_dtype(hidden))
 
     def _may_wait(self, call: Call) -> bool:
-        """Whether nobody looks at the output layer's call, and its weights stay: FSDP may take them away behind the
-        model."""
+        """Whether nobody looks at the output layer's call, and its weights stay: FSDP may shard the own weights
+        of the outermost model again at the end of its forward pass."""
         while call.outer is not None and call.outer.model is not None:
             call = call.outer
-        return not any(map(is_touched, self.modules())) and not (call.model is not None and _lets_go(call.model))
-
-
-def _lets_go(model: nn.Module) -> bool:
-    """Whether FSDP shards the model's own weights again at the end of its forward pass."""
-    if not hasattr(model, "_get_fsdp_state"):
-        return False
-    group = getattr(model._get_fsdp_state(), "_fsdp_param_group", None)  # type: ignore[operator]
-    return group is not None and getattr(group, "post_forward_mesh_info", group) is not None
+        find_state: Any = getattr(call.model, "_get_fsdp_state", None)
+        group = None if find_state is None else getattr(find_state(), "_fsdp_param_group", None)
+        stay = group is None or getattr(group, "post_forward_mesh_info", group) is None
+        return stay and not any(map(is_touched, self.modules()))
 
 
 # Affines where norms were (techniques.py)
@@ -475,17 +452,15 @@ class Tokens:
         """[rows], several for each token where heads are normalised: the same for all sites, and computed for one."""
         if self.rule.factor is None:
             raise ValueError(f"{self.technique} {SAY_STEP}")
-        if torch.compiler.is_compiling():
-            return self._compute(rows, device)
-        if rows not in self.weights:
-            self.weights[rows] = self._compute(rows, device)
-        return self.weights[rows]
-
-    def _compute(self, rows: int, device: torch.device) -> Tensor:
+        if rows in self.weights and not torch.compiler.is_compiling():
+            return self.weights[rows]
         real = torch.ones(rows, dtype=torch.bool, device=device) if self.real is None else self.real
         if rows % len(real):
             raise ValueError(f"{self.technique}: {rows} rows where a norm was, but the mask has {len(real)} tokens")
-        return self.rule.weigh(real.repeat_interleave(rows // len(real)))
+        weights = self.rule.weigh(real.repeat_interleave(rows // len(real)))
+        if not torch.compiler.is_compiling():
+            self.weights[rows] = weights
+        return weights
 
 
 class RuledNorm(nn.Module):

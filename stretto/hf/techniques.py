@@ -36,7 +36,7 @@ from stretto.hf.find import (
     find_tokens,
     given_arguments,
     quietly,
-    replace_argument,
+    replace_arguments,
 )
 from stretto.hf.modules import SAY_STEP, RuledNorm, Tokens, hands_on
 from stretto.hf.trial import Journal, compare_module, kind_of
@@ -93,8 +93,9 @@ class Around:
 class Handles:
     """What techniques take hold of in one model."""
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Stack], journal: Journal, done: list[Site]) -> None:
-        self.model, self.stacks, self.journal, self.done = model, stacks, journal, done
+    def __init__(self, model: nn.Module, stacks: Sequence[Stack]) -> None:
+        self.model, self.stacks, self.journal = model, stacks, Journal()
+        self.done: list[Site] = []  # what became of each site, for the report
         self.kernels = False  # modules compute by the kernels of ops
         self.gates: dict[str, dict[nn.Module, Gate]] = {}  # gates of layers, by the name of the stack
         self.around: dict[int, Around] = {}  # models around former norms, by their identity
@@ -191,7 +192,7 @@ def find_gates(stack: Stack, inputs: dict[str, Any] | None) -> list[Gate] | str:
 def _enlarge(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x = given_arguments(layer, args, kwargs)["hidden_states"]
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    return replace_argument(layer, args, kwargs, "hidden_states", (LARGE * noise).to(x.device, x.dtype))
+    return replace_arguments(layer, args, kwargs, hidden_states=(LARGE * noise).to(x.device, x.dtype))
 
 
 def _inspect(

@@ -47,19 +47,18 @@ from stretto.hf.find import (
     SIDES,
     Batch,
     Stack,
-    argument_default,
     argument_names,
     draw_padded,
     find_tokens,
     given_arguments,
-    masks_of,
     pad_id,
-    replace_argument,
+    parameters_of,
+    replace_arguments,
     takes_any_name,
     with_labels,
 )
 from stretto.hf.modules import is_touched, is_watched
-from stretto.hf.trial import Result, Stage, find_difference, in_precision_of, run
+from stretto.hf.trial import Result, Stage, find_difference, run
 
 log = logging.getLogger(__name__)
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # masks, and what they mask
@@ -130,7 +129,7 @@ class Seat:
     loss: bool
     packed: bool
     stack: Stack | None = None  # layers that can run without padding
-    around: frozenset[nn.Module] = frozenset()  # models that it is a part of
+    around: frozenset[PreTrainedModel] = frozenset()  # models that it is a part of
     kin: frozenset[nn.Module] = frozenset()  # models that were accelerated with it
     outside: tuple[Outside, ...] = ()  # modules in it that are in no layer
     works_without_cache: bool = False
@@ -161,7 +160,7 @@ def enter(
     set_call(call)
     unwanted = seat.works_without_cache and model.training and not call.request.as_tuple
     if unwanted and "use_cache" in names and given.get("use_cache") is None:
-        args, kwargs = replace_argument(model, args, kwargs, "use_cache", False)  # nobody reads a cache while training
+        args, kwargs = replace_arguments(model, args, kwargs, use_cache=False)  # nobody reads a cache while training
         given["use_cache"] = False
     if seat.stack is not None and seat.stack.is_whole():
         _decide(call, seat.stack, given, seat.unpad and not call.rectangle, seat.packed)
@@ -207,13 +206,14 @@ def is_familiar(model: PreTrainedModel, given: Mapping[str, Any], tried: Tried) 
         kind = "tokens" if labels.ndim > 1 and not labels.is_floating_point() else "rows"
         if kind != tried.labels:
             return False
+    defaults = {name: parameter.default for name, parameter in parameters_of(model).items()}
     for name, value in given.items():
         if name in tried.names or value is None:
             continue
         if isinstance(value, Tensor):
             if value.ndim and (value.shape[:2] == shape or _may_point(name, value, shape)):
                 return False
-        elif name not in OPTIONS and isinstance(value, SETTINGS) and value != argument_default(model, name):
+        elif name not in OPTIONS and isinstance(value, SETTINGS) and value != defaults.get(name):
             return False
     return wanted_outputs(model, given) == tried.options
 
@@ -456,17 +456,16 @@ class PackedLayer(nn.Module):
         """What all layers are given is packed once, hidden states for the first layer. Not in `forward`: a layer
         that is recomputed in the backward pass is then given what it was given before."""
         given = given_arguments(self, args, kwargs)
+        changes: dict[str, Any] = {"attention_mask": own}
         if call.stack is not None and self is call.stack.layers[0]:
-            args, kwargs = replace_argument(self, args, kwargs, "hidden_states", own.pack(given["hidden_states"]))
+            changes["hidden_states"] = own.pack(given["hidden_states"])
         for name in ("position_ids", "position_embeddings"):
             if given.get(name) is not None:
-                args, kwargs = replace_argument(self, args, kwargs, name, _pack_once(call, own, given[name]))
-        args, kwargs = replace_argument(self, args, kwargs, "attention_mask", own)
+                changes[name] = _pack_once(call, own, given[name])
         if call.memory is not None:
             memory = _pack_once(call, call.memory, given["encoder_hidden_states"])
-            args, kwargs = replace_argument(self, args, kwargs, "encoder_hidden_states", memory)
-            args, kwargs = replace_argument(self, args, kwargs, "encoder_attention_mask", call.memory)
-        return args, kwargs
+            changes |= {"encoder_hidden_states": memory, "encoder_attention_mask": call.memory}
+        return replace_arguments(self, args, kwargs, **changes)
 
 
 def _pack_once(call: Call, packing: Packing, value: Any) -> Any:
@@ -634,8 +633,7 @@ def compare_padded(stage: Stage, model: nn.Module, inputs: Batch, labels: str, t
         with stage.set_up(training=training), calling(Call(rectangle=not trial, request=request)):
             torch.manual_seed(len(results))
             try:
-                given = in_precision_of(model, inputs)
-                results.append(run(model, given, None, masks_of(inputs), scores=labels == "tokens"))
+                results.append(run(model, inputs, labels=labels))
             except Exception as error:
                 log.debug("%s, %s: %s", type(model).__name__, sorted(inputs), error)
                 return False if trial else None
