@@ -422,7 +422,7 @@ class Exchanges:
             mine = [stack for stack in ready if stack.owner in inside]
             tried = unpad.try_padding(self.stage, m, mine, self.model) if mine else UNTRIED
             self.seats[m].tried = tried
-            self.seats[m].outside = tuple(map(Outside.note, inside - layers))
+            self.seats[m].outside = tuple(map(Outside, inside - layers))
             for stack in (stack for stack in self.stacks if stack.owner in inside):
                 problem = problems[stack]
                 if problem is None and not tried.kinds and not self.options.packed:

@@ -27,7 +27,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
@@ -144,7 +144,7 @@ class Site:
 def find_sites(model: nn.Module) -> list[Site]:
     """Every module that has a role, in the order of the model."""
     found: list[Site] = []
-    kinds: dict[Any, Site] = {}  # modules of one class and shape are looked at once
+    kinds: dict[Any, Site | None] = {}  # modules of one class and shape are looked at once
     for name, module in model.named_modules():
         key = _kind(module)
         if key not in kinds:
@@ -152,9 +152,10 @@ def find_sites(model: nn.Module) -> list[Site]:
                 kinds[key] = _find_role(name, module)
             except Exception as error:  # a module that cannot be looked at is left alone
                 log.debug("%s: %s", name, error)
-                kinds[key] = Site(name, "", module)
-        if kinds[key].role:
-            found.append(replace(kinds[key], name=name, module=module))
+                kinds[key] = None
+        site = kinds[key]
+        if site is not None:
+            found.append(replace(site, name=name, module=module))
     return found
 
 
@@ -167,7 +168,7 @@ def _shape(module: nn.Module) -> Any:
     return tuple((name, p.shape, p.dtype) for name, p in module.named_parameters(recurse=False))
 
 
-def _find_role(name: str, module: nn.Module) -> Site:
+def _find_role(name: str, module: nn.Module) -> Site | None:
     if acts_as_norm(module):
         width = next(module.parameters()).shape[0]
         problem = f"{width} channels: more than {MAX_WIDTH}" if width > MAX_WIDTH else None
@@ -176,17 +177,14 @@ def _find_role(name: str, module: nn.Module) -> Site:
         return Site(name, "attention", module)
     letters = {child: _letter(part) for child, part in module.named_children()}
     arity = _arity(module)
-    if not letters or None in letters.values() or "L" not in letters.values() or arity not in (1, 2):
-        return Site(name, "", module)
-    calls = _trace(module, arity)
-    if calls is None:
-        return Site(name, "", module)
-    word = "".join(str(letters[child]) for child, _ in calls)
-    for pattern, arguments, role, ours in ROLES:
+    known = None not in letters.values() and "L" in letters.values() and arity in (1, 2)
+    calls = _trace(module, arity) if known else None
+    word = "".join(str(letters[child]) for child, _ in calls or ())
+    for pattern, arguments, role, ours in ROLES if calls else ():
         if arity == arguments and re.fullmatch(pattern, word):
-            parts, problem = _find_parts(module, calls, letters)
-            return Site(name, role, module, ours, parts, problem)
-    return Site(name, "", module)
+            assert calls is not None
+            return Site(name, role, module, ours, *_find_parts(module, calls, letters))
+    return None
 
 
 def acts_as_norm(module: nn.Module) -> bool:
@@ -238,16 +236,14 @@ def _trace(module: nn.Module, arity: int) -> list[tuple[str, int]] | None:
         def note(name: str, calls: list[tuple[str, int]] = calls) -> Any:
             return lambda _, args: calls.append((name, args[0].shape[-1]))
 
-        handles = [child.register_forward_pre_hook(note(name)) for name, child in module.named_children()]
         try:
-            with quietly(module):
+            with ExitStack() as hooks, quietly(module):
+                for name, child in module.named_children():
+                    hooks.enter_context(child.register_forward_pre_hook(note(name)))
                 module(*in_precision_of(module, draw_inputs(module, arity, width)))
             return calls
         except Exception:
             continue  # it takes another width, or is not a function of plain rows
-        finally:
-            for handle in handles:
-                handle.remove()
     return None
 
 
