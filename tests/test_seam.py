@@ -53,11 +53,9 @@ NAMES = {
 TORCHS = r"torch's\s+fused|torch that are fused|fused=True|[Ff]used\s+(kernel|optimizer|AdamW)"
 SHARED = ("stretto/config.py", "stretto/techniques/__init__.py")
 NAMES_NONE = ("train", "step", "evaluate", "checkpoint", "report", "execute", "graphs", "data/")
-HF = "modules for Hugging Face's models over the same kernels, which have the same word in their names"
 KNOWN = {
     "stretto/bench/contest.py": "the recipes of contestants with kernels of ours and without",
-    "stretto/hf/trainer.py": "an option of torch's optimizers has that name",
-} | {f"stretto/hf/{name}.py": HF for name in ("acceleration", "defer", "find", "modules", "trial")}
+}
 
 
 def read_package() -> dict[str, str]:

@@ -12,6 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,38 +23,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from stretto.hf import modules
+from stretto.hf import find, modules, unpad
 from stretto.hf.defer import UNTRIED, Call, Request, Tried, calling
-from stretto.hf.find import (
-    NAME,
-    Batch,
-    Site,
-    Stack,
-    argument_names,
-    calls_attention_interface,
-    draw_padded,
-    draw_stack_batches,
-    find_activation,
-    find_owners,
-    find_sites,
-    find_stacks,
-    is_activation,
-    with_labels,
-)
+from stretto.hf.find import NAME, Site, Stack, argument_names, find_activation, find_owners
 from stretto.hf.modules import Parts, is_touched
 from stretto.hf.techniques import Gate, Handles, SwitchedLayer
-from stretto.hf.trial import Journal, Stage, Unit, checked_indices, compare_module, describe, find_stand_ins, kind_of
-from stretto.hf.unpad import (
-    DistanceBias,
-    Outside,
-    PackedLayer,
-    Seat,
-    describe_kept,
-    enter,
-    leave,
-    register,
-    try_padding,
-)
+from stretto.hf.trial import Journal, Stage, Unit, checked_indices, compare_module, find_stand_ins, kind_of
+from stretto.hf.unpad import Outside, Seat
 from stretto.techniques import Techniques, open_outside
 from stretto.techniques.technique import Context
 
@@ -90,11 +66,11 @@ class Report:
 class Record:
     """What restore and the steps of a run need."""
 
-    report: Report
+    report: Report = field(default_factory=lambda: Report(()))
     journal: Journal = field(default_factory=Journal)
     seats: dict[PreTrainedModel, Seat] = field(default_factory=dict)  # one for every PreTrainedModel
     techniques: Techniques = field(default_factory=Techniques)
-    handles: Handles | None = None  # what the techniques have taken hold of
+    gates: dict[str, dict[nn.Module, Gate]] = field(default_factory=dict)  # gates of layers, by the name of the stack
 
 
 def accelerate(
@@ -120,23 +96,19 @@ def accelerate(
     `restore` undoes it, `report` tells what was found. To be called before the model is compiled or wrapped.
     """
     _check(model)
-    record, done = Record(Report(())), list[Site]()
     context = Context(None, next(model.parameters()).device, "fp32", seed=seed, steps=steps)
-    record.techniques = open_outside(techniques, context)
+    chosen, handles = open_outside(techniques, context), Handles(model, find.find_stacks(model))
     try:
         with checked_indices(model):
-            stacks = find_stacks(model)
-            record.handles = handles = Handles(model, stacks, record.journal, done)
-            for technique in reversed(tuple(record.techniques)):  # layers are tried before norms are replaced
+            for technique in reversed(tuple(chosen)):  # layers are tried before norms are replaced
                 technique.attach(handles)
-            exchanges = Exchanges(model, stacks, record.journal, done, Seat(unpad, loss, packed))
-            exchanges.make_all(handles)
-            record.seats = exchanges.seats
+            exchanges = Exchanges(handles, Seat(unpad, loss, packed))
+            exchanges.make_all()
             handles.tell_tokens()
     except BaseException:
-        record.journal.undo_all()
+        handles.journal.undo_all()
         raise
-    record.report = _summarise(done)
+    record = Record(_summarise(handles.done), handles.journal, exchanges.seats, chosen, handles.gates)
     model._stretto = record  # type: ignore[assignment]
     log.info("%s\n%s", type(model).__name__, record.report)
     return model
@@ -176,8 +148,7 @@ def techniques_of(model: nn.Module) -> Techniques:
 
 def gates_of(model: nn.Module) -> dict[str, dict[nn.Module, Gate]]:
     """The gates of layers that may be left out, by the name of their stack."""
-    handles = _find_record(model).handles if is_accelerated(model) else None
-    return {} if handles is None else handles.gates
+    return _find_record(model).gates if is_accelerated(model) else {}
 
 
 def outermost(model: nn.Module) -> tuple[PreTrainedModel, Tried]:
@@ -234,19 +205,21 @@ def _summarise(done: list[Site]) -> Report:
 class Exchanges:
     """What is exchanged in a model; `journal` can undo it, `done` says what became of each site."""
 
-    def __init__(
-        self, model: nn.Module, stacks: list[Stack], journal: Journal, done: list[Site], options: Seat
-    ) -> None:
-        self.model, self.stacks, self.journal, self.done, self.options = model, stacks, journal, done, options
-        self.models = {m: name for name, m in model.named_modules() if isinstance(m, PreTrainedModel)}
-        kin = frozenset(self.models)
-        around = {m: frozenset(other for other in kin if other is not m and m in set(other.modules())) for m in kin}
-        self.seats = {m: replace(options, around=around[m], kin=kin) for m in self.models}
-        self.stage = Stage(model, [stack.layers for stack in stacks])
+    def __init__(self, handles: Handles, options: Seat) -> None:
+        self.handles, self.options = handles, options
+        self.model, self.stacks, self.journal, self.done = handles.model, handles.stacks, handles.journal, handles.done
+        self.models = {m: name for name, m in self.model.named_modules() if isinstance(m, PreTrainedModel)}
+        self.inside = {m: set(m.modules()) for m in self.models}
+        self.seats = {m: replace(options, around=self._find_around(m), kin=frozenset(self.models)) for m in self.models}
+        self.stage = Stage(self.model, [stack.layers for stack in self.stacks])
 
-    def make_all(self, handles: Handles) -> None:
-        found = find_sites(self.model) if handles.kernels else []
-        units: dict[Any, Unit | str] = {stack.owner: self._run_owner(stack.owner, stack) for stack in self.stacks}
+    def _find_around(self, model: PreTrainedModel) -> frozenset[PreTrainedModel]:
+        return frozenset(other for other, inside in self.inside.items() if other is not model and model in inside)
+
+    def make_all(self) -> None:
+        kernels = self.handles.kernels
+        found = find.find_sites(self.model) if kernels else []
+        units: dict[Any, Unit | str] = {each.owner: self._run_owner(each.owner, each.crosses) for each in self.stacks}
         attentions = self._find_attentions(found)
         units |= {owner: self._run_owner(owner) for owner in attentions if owner not in units}
         heads = {m: path for m in self.models if self.options.loss and (path := _find_head(m)) is not None}
@@ -254,11 +227,11 @@ class Exchanges:
         self._add_hooks(units)
         self._swap_sites(found, [*units.values(), *losses.values()])
         self._swap_attention(attentions, units)
-        for stack in self.stacks if handles.kernels else ():
+        for stack in self.stacks if kernels else ():
             unit = units[stack.owner]
             if isinstance(unit, Unit):
                 self._swap_layers(stack, unit)
-        for layer, gate in handles.all_gates():
+        for layer, gate in self.handles.all_gates():
             self.journal.change(layer, "stretto_gate", gate)
             self.journal.swap(layer, SwitchedLayer)
         if self.options.unpad or self.options.packed:
@@ -277,58 +250,44 @@ class Exchanges:
                 groups.setdefault(owner[1], []).append(site)
         return groups
 
-    def _run_owner(self, owner: PreTrainedModel, stack: Stack | None = None) -> Unit | str:
-        found: Unit | str = "it reads neither tokens nor images nor hidden states"
-        try:
-            for inputs in draw_stack_batches(owner, stack is not None and stack.crosses):
-                found = self.stage.run_untouched(owner, inputs, "")
-                if isinstance(found, Unit):
-                    break
-        except Exception as error:
-            return f"it cannot be tried: {describe(error)}"
-        return found
+    def _run_owner(self, owner: PreTrainedModel, crosses: bool = False) -> Unit | str:
+        batches = (("", inputs) for inputs in find.draw_stack_batches(owner, crosses))
+        return self.stage.run_untouched(owner, batches, "it reads neither tokens nor images nor hidden states")
 
     def _run_head(self, model: PreTrainedModel) -> Unit | str:
-        found: Unit | str = "it reads no tokens"
-        try:
-            batch = draw_padded(model, ("right",), ("own",), "ids")
-            batches: Iterator[tuple[str, Batch]] = iter(()) if batch is None else with_labels(model, batch, model)
-            for labels, inputs in batches:
-                found = self.stage.run_untouched(model, inputs, labels) if labels == "tokens" else found
-        except Exception as error:
-            return f"it cannot be tried: {describe(error)}"
-        return found
+        labelled = (each for each in find.draw_labelled(model) if each[0] == "tokens")
+        return self.stage.run_untouched(model, labelled, "it reads no tokens")
 
     def _add_hooks(self, units: dict[Any, Unit | str]) -> None:
         """Every PreTrainedModel tells its inside what it is called for."""
-        register()
+        unpad.register()
         for owner, unit in units.items():
             if isinstance(unit, Unit) and "use_cache" in unit.inputs:
-                for m, seat in self.seats.items():
-                    seat.works_without_cache |= m is owner or m in self.seats[owner].around
+                for m in (owner, *self.seats[owner].around):
+                    self.seats[m].works_without_cache = True
         for m, seat in self.seats.items():
-            self.journal.hooks.append(m.register_forward_pre_hook(partial(enter, seat=seat), with_kwargs=True))
-            self.journal.hooks.append(m.register_forward_hook(leave, always_call=True))
+            enter = partial(unpad.enter, seat=seat)
+            self.journal.hooks.append(m.register_forward_pre_hook(enter, with_kwargs=True))
+            self.journal.hooks.append(m.register_forward_hook(unpad.leave, always_call=True))
 
     # Modules by themselves
 
     def _swap_sites(self, found: list[Site], units: Sequence[Unit | str]) -> None:
         """Exchanges modules with parameters of their own: each kind is tried by itself, and then all of them at once
         where they are. If that gives another result, each kind is tried where it is."""
-        ordered = sorted((site for site in found if site.fused is not None), key=lambda site: site.name.count("."))
+        ordered = sorted((site for site in found if site.ours is not None), key=lambda site: site.name.count("."))
         kinds = [kind_of(site) for site in ordered]
         first = dict(zip(reversed(kinds), reversed(ordered), strict=True))
         problems = {kind: site.problem or compare_module(site) for kind, site in first.items()}
         inside: set[int] = set()
 
-        def change(chosen: Sequence[Any]) -> bool:
+        def change(chosen: Sequence[Any]) -> None:
             inside.clear()
             for site, kind in zip(ordered, kinds, strict=True):  # the whole before its parts
                 if kind in chosen and id(site.module) not in inside:
-                    self.journal.swap(site.module, site.fused, site.parts)  # type: ignore[arg-type]
+                    self.journal.swap(site.module, site.ours, site.parts)  # type: ignore[arg-type]
                     used = (*site.parts.linears, site.parts.norm)
                     inside.update(id(site.module.get_submodule(name)) for name in used if name)
-            return True
 
         def check() -> str | None:
             return next((p for unit in units if isinstance(unit, Unit) and (p := self._compare(unit))), None)
@@ -374,11 +333,10 @@ class Exchanges:
                 self._choose(configs[owner])
             self.done += [replace(site, problem=problems[owner]) for site in group]
 
-    def _choose(self, configs: list[Any]) -> bool:
+    def _choose(self, configs: list[Any]) -> None:
         for config in configs:
             if config._attn_implementation != NAME:
                 self.journal.change(config, "_attn_implementation_internal", NAME)
-        return True
 
     # Layers
 
@@ -387,7 +345,7 @@ class Exchanges:
         mark, changed, seat = self.journal.mark(), False, self.seats[stack.owner]
         for layer in stack.layers:
             self.journal.change(layer, "stretto_inside", tuple(m for m in layer.modules() if m is not layer))
-            self.journal.swap(layer, modules.FusedLayer)
+            self.journal.swap(layer, modules.DeferringLayer)
         self.journal.change(seat, "layers", stack.layers)
         passes: dict[str, Callable[[Stack, Unit], bool]] = {
             "rotary": self._swap_rotary, "projections": self._swap_projections, "residual": self._swap_sums,
@@ -409,22 +367,18 @@ class Exchanges:
     def _swap_projections(self, stack: Stack, unit: Unit) -> bool:
         """Joins linear layers of an attention module that are given one input."""
         calls: dict[nn.Module, list[tuple[str, nn.Module, Tensor]]] = {m: [] for m in _find_attention(stack)}
-        hooks = []
-        for attention, noted in calls.items():
-            for name, child in attention.named_children():
-                if type(child) is nn.Linear and not is_touched(child):
-                    hooks.append(child.register_forward_pre_hook(partial(_note_call, noted, name)))
-        try:
-            self.stage.run(unit.model, unit.inputs, unit.labels)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks:
+            for attention, noted in calls.items():
+                for name, child in attention.named_children():
+                    if type(child) is nn.Linear and not is_touched(child):
+                        hooks.enter_context(child.register_forward_pre_hook(partial(_note_call, noted, name)))
+            self.stage.run(unit.module, unit.inputs)
         groups = {module: group for module, noted in calls.items() if (group := find_group(noted))}
         for attention, stand_in in _pair_with_stand_ins(stack):
             if stand_in in groups:
-                self.journal.swap(attention, modules.FusedAttention, Parts(linears=groups[stand_in]))
+                self.journal.swap(attention, modules.JoiningAttention, Parts(linears=groups[stand_in]))
                 for name in groups[stand_in]:
-                    self.journal.swap(attention.get_submodule(name), modules.FusedProjection)
+                    self.journal.swap(attention.get_submodule(name), modules.JoinedProjection)
         return bool(groups)
 
     def _swap_sums(self, stack: Stack, unit: Unit) -> bool:
@@ -436,7 +390,7 @@ class Exchanges:
             self._defer(module)
         useful: set[nn.Module] = set()
         with calling(Call(rectangle=True, request=Request(useful=useful))):
-            self.stage.run(unit.model, unit.inputs, unit.labels)
+            self.stage.run(unit.module, unit.inputs)
         self.journal.undo(mark)
         used = [m for m, stand_in in _pair_with_stand_ins(stack) if m in chosen and stand_in in useful]
         for module in used:
@@ -444,14 +398,14 @@ class Exchanges:
         return bool(used)
 
     def _defer(self, module: nn.Module) -> None:
-        if isinstance(module, modules.FusedMLP):
+        if isinstance(module, modules.WholeMLP):
             kind: Any = type(module)
             ours, theirs, parts = kind.made_of
             self.journal.change(module, "__class__", modules.mix(ours, theirs, replace(parts, defers=True)))
         elif type(module) in (nn.Linear, Conv1D):
-            self.journal.swap(module, modules.FusedLinear)
+            self.journal.swap(module, modules.DeferringLinear)
         else:
-            self.journal.swap(module, modules.FusedActivation, Parts(activation=find_activation(module)))
+            self.journal.swap(module, modules.DeferringActivation, Parts(activation=find_activation(module) or ""))
 
     # Padding
 
@@ -464,16 +418,16 @@ class Exchanges:
         problems = {stack: self._prepare_stack(stack, units[stack.owner]) for stack in self.stacks}
         ready = [stack for stack, problem in problems.items() if problem is None]
         layers = {module for stack in self.stacks for module in stack.inside}
-        for m, inside in self._find_outermost():
+        for m, inside in ((m, inside) for m, inside in self.inside.items() if not self.seats[m].around):
             mine = [stack for stack in ready if stack.owner in inside]
-            tried = try_padding(self.stage, m, mine, self.model) if mine else UNTRIED
+            tried = unpad.try_padding(self.stage, m, mine, self.model) if mine else UNTRIED
             self.seats[m].tried = tried
-            self.seats[m].outside = tuple(map(Outside.note, inside - layers))
+            self.seats[m].outside = tuple(map(Outside, inside - layers))
             for stack in (stack for stack in self.stacks if stack.owner in inside):
                 problem = problems[stack]
                 if problem is None and not tried.kinds and not self.options.packed:
                     problem = "the model around it gives other results without padding"
-                remark = describe_kept(tried, mine)
+                remark = unpad.describe_kept(tried, mine)
                 self.done.append(Site(stack.name, "padding", stack.owner, problem=problem, remark=remark))
         if self.options.packed and not any(stack.causal for stack in ready):
             why = "; ".join(str(site.problem) for site in self.done if site.role == "padding" and site.problem)
@@ -488,26 +442,16 @@ class Exchanges:
         if stack.problem:
             return stack.problem
 
-        def change() -> bool:
+        def change() -> None:
             for module in stack.layers.modules() if stack.relative else ():
                 flag = getattr(module, "has_relative_attention_bias", None)
                 if isinstance(flag, bool) and hasattr(module, "n_heads"):
-                    self.journal.swap(module, DistanceBias)
+                    self.journal.swap(module, unpad.DistanceBias)
             for layer in stack.layers:
-                self.journal.swap(layer, PackedLayer)
+                self.journal.swap(layer, unpad.PackedLayer)
             self.journal.change(self.seats[stack.owner], "stack", stack)
-            return True
 
         return self.journal.attempt(change, lambda: self.stage.check(unit, Call(request=Request(trial=True))))[1]
-
-    def _find_outermost(self) -> Iterator[tuple[PreTrainedModel, set[nn.Module]]]:
-        """The models that are no part of another, which are what is called, each with the modules in it."""
-        seen: set[nn.Module] = set()
-        for m in self.models:
-            if m not in seen:
-                inside = set(m.modules())
-                seen |= inside
-                yield m, inside
 
     # The loss
 
@@ -516,11 +460,10 @@ class Exchanges:
         outer, _, rest = path.partition(".")
         head = model.get_submodule(outer)
 
-        def change() -> bool:
+        def change() -> None:
             self.journal.swap(model.get_submodule(path), modules.LazyHead, Parts(linears=("",)))
             if rest and not isinstance(head, PreTrainedModel) and len(argument_names(head)) == 1:
                 self.journal.swap(head, modules.LazyHead, Parts(linears=(rest,)))
-            return True
 
         def check() -> str | None:
             request = Request()
@@ -547,15 +490,15 @@ def _find_head(model: PreTrainedModel) -> str | None:
 
 
 def _find_attention(stack: Stack) -> list[nn.Module]:
-    return [module for module in stack.layers.modules() if calls_attention_interface(module)]
+    return [module for module in stack.layers.modules() if find.calls_attention_interface(module)]
 
 
 def _find_loose(layer: nn.Module) -> list[nn.Module]:
-    """Linear layers, activations and MLPs that are not a part of a fused module."""
-    known = {part for module in layer.modules() if isinstance(module, modules.Fused) for part in module.children()}
+    """Linear layers, activations and MLPs that are not a part of a recognised module."""
+    known = {part for module in layer.modules() if isinstance(module, modules.Recognised) for part in module.children()}
     loose = [module for module in layer.modules() if module not in known]
-    dense = [m for m in loose if isinstance(m, modules.FusedMLP) or type(m) in (nn.Linear, Conv1D)]
-    return dense + [m for m in loose if is_activation(m) and find_activation(m) is not None]
+    dense = [m for m in loose if isinstance(m, modules.WholeMLP) or type(m) in (nn.Linear, Conv1D)]
+    return dense + [m for m in loose if find.is_activation(m) and find_activation(m) is not None]
 
 
 def _pair_with_stand_ins(stack: Stack) -> Iterator[tuple[nn.Module, nn.Module]]:

@@ -25,7 +25,7 @@ Cross entropy is then computed from the hidden states, at labelled positions onl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -41,6 +41,7 @@ from stretto.batch import IGNORE
 from stretto.ops.activation import activate
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
+from stretto.techniques import load_all
 
 if TYPE_CHECKING:
     from stretto.hf.find import Stack
@@ -140,14 +141,7 @@ class Call:
 
 
 _call: ContextVar[Call | None] = ContextVar("stretto_call", default=None)
-
-
-def current_call() -> Call | None:
-    return _call.get()
-
-
-def set_call(call: Call | None) -> None:
-    _call.set(call)
+current_call, set_call = _call.get, _call.set
 
 
 @contextmanager
@@ -175,7 +169,7 @@ def inside_layer() -> Iterator[None]:
 
 def current_layer() -> Inside | None:
     """The state of the layer that runs; None outside of layers, and in compiled code."""
-    call = None if torch.compiler.is_compiling() else _call.get()
+    call = None if torch.compiler.is_compiling() else current_call()
     return None if call is None else call.layer
 
 
@@ -213,9 +207,8 @@ class Lazy(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *others: Any) -> Any:
-        raise RuntimeError(
-            f"{func} met a tensor that was not computed; accelerate with fused=False and loss=False to have all of them"
-        )
+        options = " and ".join([*(f"{cls.name}=False" for cls in load_all() if cls.default_outside), "loss=False"])
+        raise RuntimeError(f"{func} met a tensor that was not computed; accelerate with {options} to have all of them")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.compute())
@@ -388,24 +381,22 @@ class Logits(Lazy):
             return None
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
+        if func is Tensor.contiguous and not args:
+            return self
         if kwargs:
-            return self if func is Tensor.contiguous and not args else None
+            return None
         if func in (Tensor.view, Tensor.reshape):
             return self._view(args)
         if len(args) == 1 and func in (Tensor.add, Tensor.__add__, torch.add):
             return self._add(args[0])
         if len(args) == 1 and func in (Tensor.to, Tensor.type) and isinstance(args[0], torch.dtype):
             return self._cast(args[0])
-        if args:
-            return None
-        if func is Tensor.clone:  # DistributedDataParallel clones every output
-            return self._copy(self.dtype)
-        if func is Tensor.float:
+        if func is Tensor.float and not args:
             return self._cast(torch.float32)
-        return self if func is Tensor.contiguous else None
+        return self._copy(self.dtype) if func is Tensor.clone and not args else None  # DDP clones every output
 
-    def _copy(self, dtype: torch.dtype) -> Logits:
-        return Logits(replace(self.recipe, made=[]), self.shape, dtype)
+    def _copy(self, dtype: torch.dtype, **changes: Any) -> Logits:
+        return Logits(replace(self.recipe, made=[], **changes), self.shape, dtype)
 
     def _cast(self, dtype: torch.dtype) -> Logits:
         return self if dtype == self.dtype else self._copy(dtype)
@@ -422,8 +413,7 @@ class Logits(Lazy):
         if not isinstance(other, Tensor) or other.numel() != classes or other.shape[-1] != classes:
             return None
         bias = _add_biases(self.recipe.bias, other.flatten())
-        dtype = torch.promote_types(self.dtype, other.dtype)
-        return Logits(replace(self.recipe, bias=bias, made=[]), self.shape, dtype)
+        return self._copy(torch.promote_types(self.dtype, other.dtype), bias=bias)
 
     def _cross_entropy(
         self,
@@ -488,7 +478,5 @@ def _add_biases(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return first + second
 
 
-@contextmanager
-def logits_wanted_for_loss(lazy: bool, rectangle: bool = True) -> Iterator[None]:
-    with calling(Call(None, current_call(), rectangle, lazy)):
-        yield
+def logits_wanted_for_loss(lazy: bool, rectangle: bool = True) -> AbstractContextManager[Call]:
+    return calling(Call(None, current_call(), rectangle, lazy))

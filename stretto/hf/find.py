@@ -27,7 +27,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
@@ -36,23 +36,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stretto.batch import IGNORE
-from stretto.hf.modules import (
-    NONE,
-    Fused,
-    FusedDense,
-    FusedGatedMLP,
-    FusedMLP,
-    FusedNorm,
-    FusedResidualNorm,
-    Parts,
-    RuledNorm,
-    describe_child,
-    weight_of,
-)
+from stretto.hf import modules
+from stretto.hf.modules import NONE, Parts, RuledNorm, describe, weight_of
 from stretto.ops.activation import GATES
 from stretto.ops.norm import MAX_WIDTH
 
@@ -65,12 +55,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "silu": F.silu,
 }
-ROLES: list[tuple[str, int, str, type[Fused]]] = [  # calls, arguments, role, what takes its place
-    ("LA", 1, "dense", FusedDense),
-    ("LAN", 1, "transform", FusedDense),
-    ("LAD?LD?", 1, "mlp", FusedMLP),
-    ("LALD?LD?", 1, "gated mlp", FusedGatedMLP),
-    ("LD?N", 2, "residual norm", FusedResidualNorm),
+ROLES: list[tuple[str, int, str, type[modules.Recognised]]] = [  # calls, arguments, role, what takes its place
+    ("LA", 1, "dense", modules.ActivatedLinear),
+    ("LAN", 1, "transform", modules.ActivatedLinear),
+    ("LAD?LD?", 1, "mlp", modules.WholeMLP),
+    ("LALD?LD?", 1, "gated mlp", modules.WholeGatedMLP),
+    ("LD?N", 2, "residual norm", modules.ResidualNorm),
 ]
 SIDES = ("right", "left", "holes", "empty")
 IDS = ("own", "other")
@@ -101,11 +91,6 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(parameters_of(module))
 
 
-def argument_default(module: nn.Module, name: str) -> Any:
-    parameters = parameters_of(module)
-    return parameters[name].default if name in parameters else None
-
-
 def takes_any_name(module: nn.Module) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(module).values())
 
@@ -120,14 +105,13 @@ def find_tokens(given: Mapping[str, Any]) -> Any:
     return given.get("inputs_embeds") if tokens is None else tokens
 
 
-def replace_argument(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+def replace_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **values: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with another value for one of them, which stays positional if it was."""
-    if name in argument_names(module)[: len(args)]:
-        at = argument_names(module).index(name)
-        return (*args[:at], value, *args[at + 1 :]), kwargs
-    return args, kwargs | {name: value}
+    """Arguments with other values for some of them, which stay positional if they were."""
+    names = argument_names(module)[: len(args)]
+    positional = [values.pop(name, value) for name, value in zip(names, args, strict=False)]
+    return (*positional, *args[len(names) :]), kwargs | values
 
 
 def find_owners(model: nn.Module, name: str) -> Iterator[tuple[str, PreTrainedModel]]:
@@ -151,7 +135,7 @@ class Site:
     name: str
     role: str
     module: nn.Module
-    fused: type[nn.Module] | None = None
+    ours: type[nn.Module] | None = None  # class that can take its place
     parts: Parts = NONE
     problem: str | None = None
     remark: str = ""  # addition to the report's line, where there is no problem
@@ -160,7 +144,7 @@ class Site:
 def find_sites(model: nn.Module) -> list[Site]:
     """Every module that has a role, in the order of the model."""
     found: list[Site] = []
-    kinds: dict[Any, Site] = {}  # modules of one class and shape are looked at once
+    kinds: dict[Any, Site | None] = {}  # modules of one class and shape are looked at once
     for name, module in model.named_modules():
         key = _kind(module)
         if key not in kinds:
@@ -168,9 +152,10 @@ def find_sites(model: nn.Module) -> list[Site]:
                 kinds[key] = _find_role(name, module)
             except Exception as error:  # a module that cannot be looked at is left alone
                 log.debug("%s: %s", name, error)
-                kinds[key] = Site(name, "", module)
-        if kinds[key].role:
-            found.append(replace(kinds[key], name=name, module=module))
+                kinds[key] = None
+        site = kinds[key]
+        if site is not None:
+            found.append(replace(site, name=name, module=module))
     return found
 
 
@@ -183,26 +168,23 @@ def _shape(module: nn.Module) -> Any:
     return tuple((name, p.shape, p.dtype) for name, p in module.named_parameters(recurse=False))
 
 
-def _find_role(name: str, module: nn.Module) -> Site:
+def _find_role(name: str, module: nn.Module) -> Site | None:
     if acts_as_norm(module):
         width = next(module.parameters()).shape[0]
         problem = f"{width} channels: more than {MAX_WIDTH}" if width > MAX_WIDTH else None
-        return Site(name, "norm", module, FusedNorm, problem=problem)
+        return Site(name, "norm", module, modules.OnePassNorm, problem=problem)
     if calls_attention_interface(module):
         return Site(name, "attention", module)
     letters = {child: _letter(part) for child, part in module.named_children()}
     arity = _arity(module)
-    if not letters or None in letters.values() or "L" not in letters.values() or arity not in (1, 2):
-        return Site(name, "", module)
-    calls = _trace(module, arity)
-    if calls is None:
-        return Site(name, "", module)
-    word = "".join(str(letters[child]) for child, _ in calls)
-    for pattern, arguments, role, fused in ROLES:
+    known = None not in letters.values() and "L" in letters.values() and arity in (1, 2)
+    calls = _trace(module, arity) if known else None
+    word = "".join(str(letters[child]) for child, _ in calls or ())
+    for pattern, arguments, role, ours in ROLES if calls else ():
         if arity == arguments and re.fullmatch(pattern, word):
-            parts, problem = _find_parts(module, calls, letters)
-            return Site(name, role, module, fused, parts, problem)
-    return Site(name, "", module)
+            assert calls is not None
+            return Site(name, role, module, ours, *_find_parts(module, calls, letters))
+    return None
 
 
 def acts_as_norm(module: nn.Module) -> bool:
@@ -254,16 +236,14 @@ def _trace(module: nn.Module, arity: int) -> list[tuple[str, int]] | None:
         def note(name: str, calls: list[tuple[str, int]] = calls) -> Any:
             return lambda _, args: calls.append((name, args[0].shape[-1]))
 
-        handles = [child.register_forward_pre_hook(note(name)) for name, child in module.named_children()]
         try:
-            with quietly(module):
-                module(*draw_inputs(module, arity, width))
+            with ExitStack() as hooks, quietly(module):
+                for name, child in module.named_children():
+                    hooks.enter_context(child.register_forward_pre_hook(note(name)))
+                module(*in_precision_of(module, draw_inputs(module, arity, width)))
             return calls
         except Exception:
             continue  # it takes another width, or is not a function of plain rows
-        finally:
-            for handle in handles:
-                handle.remove()
     return None
 
 
@@ -292,8 +272,9 @@ def _find_parts(
     elif gated and len({module.get_submodule(child).bias is None for child in dense[:2]}) > 1:
         problem = "only one of gate and value has a bias"
     inside = bool(drops) and dict(calls)[drops[0]] == inner and len(dense) > 1
-    used = tuple(describe_child(module, child) for child in dict(calls))
-    return Parts(tuple(dense), next(iter(norms), None), next(iter(drops), None), kind, inside, children=used), problem
+    used = tuple((child, describe(module.get_submodule(child))) for child in dict(calls))
+    norm, drop = (next(iter(names), None) for names in (norms, drops))
+    return Parts(tuple(dense), norm, drop, kind or "", inside, children=used), problem
 
 
 def find_activation(function: Callable[[Tensor], Tensor]) -> str | None:
@@ -312,35 +293,41 @@ def find_activation(function: Callable[[Tensor], Tensor]) -> str | None:
 def draw_inputs(module: nn.Module, arity: int, width: int) -> list[Tensor]:
     """Random rows [1, ROWS, width] of all sizes, half of them with a mean that is not zero; the second argument, a
     residual, is as wide as the output."""
-    like = next(module.parameters())
+    device = next(module.parameters()).device
     generator = torch.Generator().manual_seed(0)
     dense = [child for child in module.children() if _letter(child) == "L"]
     widths = [width, weight_of(dense[-1]).shape[0]] if arity == 2 else [width]
     size = torch.logspace(-2, 1, ROWS)[:, None]
     mean = torch.arange(ROWS)[:, None] % 2
-    rows = [size * (torch.randn(1, ROWS, w, generator=generator) + mean) for w in widths]
-    return [each.to(like.device, like.dtype) for each in rows]
+    return [(size * (torch.randn(1, ROWS, w, generator=generator) + mean)).to(device) for w in widths]
+
+
+def in_precision_of(module: nn.Module, inputs: Any) -> Any:
+    """Inputs, a dictionary or a list, for a module that may be on the stage, where its precision is another."""
+    dtype = next(module.parameters()).dtype
+    return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, inputs)
 
 
 @contextmanager
 def quietly(module: nn.Module, training: bool = False) -> Iterator[None]:
-    """Sets a module to eval mode, or to training mode without the dropout of its children, for a while. Gradients are
-    not recorded, and the state of random generators stays."""
-    modules = list(module.modules())
-    modes = [(m, m.training) for m in modules]
-    rates = [(m, m.p) for m in modules if isinstance(m, nn.Dropout)]
-    devices = [p.device for m in modules for p in m._parameters.values() if p is not None and p.is_cuda][:1]
+    """Sets a module to eval mode, or to training mode without the dropout of its children, for a while. What modules
+    note meanwhile, in attributes or buffers, is forgotten. Gradients are not recorded, and the state of random
+    generators stays."""
+    before = [(m, dict(vars(m)), dict(m._buffers)) for m in module.modules()]
+    devices = [p.device for p in module.parameters() if p.is_cuda][:1]
     try:
         module.train(training)
-        for drop, _ in rates:
-            drop.p = 0.0
+        for m, *_ in before:
+            if isinstance(m, nn.Dropout):
+                m.p = 0.0
         with torch.no_grad(), torch.random.fork_rng(devices):
             yield
     finally:
-        for m, mode in modes:
-            m.training = mode
-        for drop, p in rates:
-            drop.p = p
+        for m, attributes, buffers in before:
+            vars(m).clear()
+            vars(m).update(attributes)
+            m._buffers.clear()
+            m._buffers.update(buffers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -480,6 +467,12 @@ def with_labels(model: PreTrainedModel, batch: Batch, called: nn.Module) -> Iter
         alone = {name: value for name, value in plain.items() if name != "decoder_attention_mask"}
         yield "rows", alone | {"labels": rows.float() if classes == 1 else rows}
     yield "", batch
+
+
+def draw_labelled(model: PreTrainedModel) -> Iterator[tuple[str, Batch]]:
+    """A batch with padding at the end of rows, with each kind of labels."""
+    batch = draw_padded(model, ("right",), ("own",), "ids")
+    return iter(()) if batch is None else with_labels(model, batch, model)
 
 
 def masks_of(batch: Batch) -> list[Tensor]:

@@ -5,19 +5,19 @@ own name, and keeps its parameters, children, hooks and attributes. So checkpoin
 everything that looks for modules by class name go on as before. Made classes can be pickled: they are written as what
 they are made of. Each reads the same parameters and gives the same result up to rounding:
 
-    FusedNorm          LayerNorm and RMSNorm in one pass
-    FusedDense         a linear layer and its activation (BERT's "intermediate"): the bias goes into the activation; a
-                       norm may follow (BERT's head in front of the vocabulary)
-    FusedMLP           both linear layers around an activation as one differentiable unit
-    FusedGatedMLP      two products of one input side by side in one matrix, SwiGLU or GEGLU between its halves
-    FusedResidualNorm  linear layer, dropout, residual add and norm: one product and one pass (BERT's "output")
-    FusedLayer         a layer inside which sums wait for the norm behind them (defer.py)
-    FusedLinear        a linear layer whose bias is added by what follows: an activation, or that norm
-    FusedActivation    an activation that a layer calls by itself, with the bias before it and the dropout behind it
-    FusedAttention     attention whose query, key and value (FusedProjection) of one input are one product
-    Rotated            attention whose rotary positions are one kernel
-    LazyHead           an output layer that gives `Logits`
-    RuledNorm          what a technique puts in the place of a norm: another result
+    OnePassNorm          LayerNorm and RMSNorm in one pass
+    ActivatedLinear      a linear layer and its activation (BERT's "intermediate"): the bias goes into the activation; a
+                         norm may follow (BERT's head in front of the vocabulary)
+    WholeMLP             both linear layers around an activation as one differentiable unit
+    WholeGatedMLP        two products of one input side by side in one matrix, SwiGLU or GEGLU between its halves
+    ResidualNorm         linear layer, dropout, residual add and norm: one product and one pass (BERT's "output")
+    DeferringLayer       a layer inside which sums wait for the norm behind them (defer.py)
+    DeferringLinear      a linear layer whose bias is added by what follows: an activation, or that norm
+    DeferringActivation  an activation that a layer calls by itself, with the bias before it and the dropout behind it
+    JoiningAttention     attention whose query, key and value (JoinedProjection) of one input are one product
+    Rotated              attention whose rotary positions are one kernel
+    LazyHead             an output layer that gives `Logits`
+    RuledNorm            what a technique puts in the place of a norm: another result
 
 Activations have any leading shape, [..., C]; the kernels see [T, C]. The precision is that of the original: under
 autocast products are in its precision, norms and sums in fp32.
@@ -64,10 +64,10 @@ class Parts:
     linears: tuple[str, ...] = ()
     norm: str | None = None
     dropout: str | None = None
-    activation: str | None = None  # a kind of ops/activation.py
+    activation: str = ""  # kind of ops/activation.py, if there is an activation
     inner_dropout: bool = False  # whether the dropout stands between the two products
     defers: bool = False  # whether the bias of its last product is left to what follows
-    children: tuple[tuple[str, Any, str | None], ...] = ()  # all children in use, as `describe_child` has them
+    children: tuple[tuple[str, Any], ...] = ()  # names of all children in use, and what `describe` gives for them
 
 
 NONE = Parts()
@@ -136,21 +136,15 @@ def hands_on(layer: nn.Module) -> bool:
 # Modules with parts
 
 
-def describe_child(module: nn.Module, name: str) -> tuple[str, Any, str | None]:
-    """Name, class and options: a child of another description is another function."""
-    child = module._modules[name]
-    assert child is not None
-    return name, type(child), describe_options(child)
-
-
-def describe_options(module: nn.Module) -> str | None:
-    """Whether a linear layer has a bias; what an activation says of itself."""
+def describe(module: nn.Module) -> tuple[Any, str | None]:
+    """The class and the options of a child, with others of which it is another function: whether a linear layer has a
+    bias, what an activation says of itself."""
     if "weight" in module._parameters:
-        return "bias" if module._parameters.get("bias") is not None else ""
-    return None if isinstance(module, nn.Dropout) else f"{module.extra_repr()} {len(module._modules)}"
+        return type(module), "bias" if module._parameters.get("bias") is not None else ""
+    return type(module), None if isinstance(module, nn.Dropout) else f"{module.extra_repr()} {len(module._modules)}"
 
 
-class Fused(nn.Module):
+class Recognised(nn.Module):
     """A module whose parts have been found."""
 
     parts: Parts
@@ -159,18 +153,16 @@ class Fused(nn.Module):
     def forward(self, *inputs: Tensor, **named: Any) -> Tensor:
         if named or len(inputs) != self.takes or not self.is_intact():
             return super().forward(*inputs, **named)
-        return self.run_fused(*inputs)
+        return self.run_parts(*inputs)
 
-    def run_fused(self, *inputs: Tensor) -> Tensor:
-        raise TypeError("Fused is abstract: find.py knows its kinds")
+    def run_parts(self, *inputs: Tensor) -> Tensor:
+        raise TypeError("Recognised is abstract: find.py knows its kinds")
 
     def is_intact(self) -> bool:
         """Whether its children are what they were: adapters take their place, or hook into them."""
-        for name, kind, options in self.parts.children:
-            child: Any = self._modules.get(name)
-            if type(child) is not kind or is_touched(child):
-                return False
-            if describe_options(child) != options:
+        for name, description in self.parts.children:
+            child = self._modules.get(name)
+            if child is None or is_touched(child) or describe(child) != description:
                 return False
         return True
 
@@ -185,11 +177,11 @@ class Fused(nn.Module):
         return drop.p, draw_keys(x, 1)[0]
 
 
-class FusedNorm(Fused):
-    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+class OnePassNorm(Recognised):
+    def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         weight: Tensor = self.child("weight")
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
-            return super(Fused, self).forward(compute(x))  # some round to their weight's precision
+            return super(Recognised, self).forward(compute(x))  # some round to their weight's precision
         if isinstance(x, Pending):
             same = norm_dtype(x.dtype, weight) == x.dtype
             y = x.normalise(partial(add_normalised, self)) if same else None
@@ -199,52 +191,44 @@ class FusedNorm(Fused):
         return normalise(x.flatten(0, -2), self).view(x.shape)
 
 
-class FusedDense(Fused):
-    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+class ActivatedLinear(Recognised):
+    def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dense, kind = self.child(self.parts.linears[0]), self.parts.activation
-        assert kind is not None
         early, late = (dense.bias, None) if kind == "relu" else (None, dense.bias)  # a sign could turn without a bias
         y = activate(linear(x.flatten(0, -2), weight_of(dense), early), late, kind, 0.0, None)
         y = normalise(y, self.child(self.parts.norm)) if self.parts.norm else y
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class FusedMLP(Fused):
-    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+class WholeMLP(Recognised):
+    def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        parts, bias = self.parts, self.child(self.parts.linears[-1]).bias
+        puts_off = parts.defers and current_layer() is not None  # the last bias is added by what follows
+        drop = self.draw(x) if parts.inner_dropout else (0.0, None)
+        y = self.multiply(x.flatten(0, -2), None if puts_off else bias, *drop)
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        y = Pending(self, y, bias) if puts_off else y
+        return self.child(parts.dropout)(y) if parts.dropout and not parts.inner_dropout else y
+
+    def multiply(self, x: Tensor, bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
         up, down = (self.child(name) for name in self.parts.linears)
-        drop = self.draw(x) if self.parts.inner_dropout else (0.0, None)
-        assert self.parts.activation is not None
-        weights = weight_of(up), up.bias, weight_of(down), None if self.puts_off() else down.bias
-        y = mlp(x.flatten(0, -2), *weights, self.parts.activation, *drop, recompute=False)
-        return self.finish(y.view(*x.shape[:-1], y.shape[-1]), down.bias)
-
-    def puts_off(self) -> bool:
-        """Whether the last bias is added by what follows."""
-        return self.parts.defers and current_layer() is not None
-
-    def finish(self, y: Tensor, bias: Tensor | None) -> Tensor:
-        y = Pending(self, y, bias) if self.puts_off() else y
-        return self.child(self.parts.dropout)(y) if self.parts.dropout and not self.parts.inner_dropout else y
+        weights = weight_of(up), up.bias, weight_of(down), bias
+        return mlp(x, *weights, self.parts.activation, p, key, recompute=False)
 
 
-class FusedGatedMLP(FusedMLP):
-    def run_fused(self, x: Tensor) -> Tensor:  # type: ignore[override]
+class WholeGatedMLP(WholeMLP):
+    def multiply(self, x: Tensor, bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
         gate, up, down = (self.child(name) for name in self.parts.linears)
         biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
-        h = linears(x.flatten(0, -2), [weight_of(gate), weight_of(up)])
-        assert self.parts.activation is not None
-        drop = self.draw(x) if self.parts.inner_dropout else (0.0, None)
-        y = activate_linear(h, biases, weight_of(down), self.parts.activation, *drop)
-        y = y.view(*x.shape[:-1], y.shape[-1])
-        if down.bias is not None and not self.puts_off():
-            y = y + down.bias.to(y.dtype)
-        return self.finish(y, down.bias)
+        h = linears(x, [weight_of(gate), weight_of(up)])
+        y = activate_linear(h, biases, weight_of(down), self.parts.activation, p, key)
+        return y if bias is None else y + bias.to(y.dtype)
 
 
-class FusedResidualNorm(Fused):
+class ResidualNorm(Recognised):
     takes = 2
 
-    def run_fused(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+    def run_parts(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         dense, norm_module = self.child(self.parts.linears[0]), self.child(self.parts.norm)
         stream = residual.flatten(0, -2)
         branch = linear(x.flatten(0, -2), weight_of(dense))
@@ -256,7 +240,7 @@ class FusedResidualNorm(Fused):
 # Layers, and what waits inside
 
 
-class FusedLayer(nn.Module):
+class DeferringLayer(nn.Module):
     stretto_inside: tuple[nn.Module, ...]  # all modules in it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,7 +256,7 @@ class FusedLayer(nn.Module):
         return compute(out) if isinstance(out, Tensor) else tree_map_only(Pending, compute, out)
 
 
-class FusedLinear(nn.Module):
+class DeferringLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
@@ -284,7 +268,7 @@ class FusedLinear(nn.Module):
         return Pending(self, y.view(*x.shape[:-1], y.shape[-1]), self.bias)
 
 
-class FusedActivation(nn.Module):
+class DeferringActivation(nn.Module):
     parts: Parts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -312,9 +296,7 @@ class Together:
     input: Tensor | None = None
     results: dict[nn.Module, Tensor] = field(default_factory=dict)
 
-    def project(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        if layer not in self.layers:
-            return None
+    def project(self, layer: nn.Module, x: Tensor) -> Tensor:
         if self.input is not x or layer not in self.results:
             self.input, self.results = x, dict(zip(self.layers, project_all(x, self.layers), strict=True))
         return self.results.pop(layer)
@@ -332,7 +314,7 @@ def project_all(x: Tensor, layers: list[Any]) -> list[Tensor]:
     return [part.flatten(1).view(*x.shape[:-1], width) for part, width in zip(heads, widths, strict=True)]
 
 
-class FusedAttention(nn.Module):
+class JoiningAttention(nn.Module):
     """Attention with linear layers that are given one input: its parts."""
 
     parts: Parts
@@ -340,7 +322,7 @@ class FusedAttention(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inside = current_layer()
         projections: list[Any] = [] if inside is None else [getattr(self, name) for name in self.parts.linears]
-        intact = all(isinstance(each, FusedProjection) and not is_touched(each) for each in projections)
+        intact = all(isinstance(each, JoinedProjection) and not is_touched(each) for each in projections)
         if inside is None or not intact or len({each.bias is None for each in projections}) > 1:
             return super().forward(*args, **kwargs)
         before, inside.together = inside.together, Together(projections)
@@ -350,12 +332,12 @@ class FusedAttention(nn.Module):
             inside.together = before
 
 
-class FusedProjection(nn.Module):
+class JoinedProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inside = current_layer()
-        together = None if inside is None else inside.together
-        result: Tensor | None = None if together is None else together.project(self, x)
-        return super().forward(x) if result is None else result
+        if inside is None or inside.together is None or self not in inside.together.layers:
+            return super().forward(x)
+        return inside.together.project(self, x)
 
 
 class Rotated(nn.Module):
@@ -441,19 +423,14 @@ class LazyHead(nn.Module):
         return Logits(recipe, shape, product_dtype(hidden))
 
     def _may_wait(self, call: Call) -> bool:
-        """Whether nobody looks at the output layer's call, and its weights stay: FSDP may take them away behind the
-        model."""
+        """Whether nobody looks at the output layer's call, and its weights stay: FSDP may shard the own weights
+        of the outermost model again at the end of its forward pass."""
         while call.outer is not None and call.outer.model is not None:
             call = call.outer
-        return not any(map(is_touched, self.modules())) and not (call.model is not None and _lets_go(call.model))
-
-
-def _lets_go(model: nn.Module) -> bool:
-    """Whether FSDP shards the model's own weights again at the end of its forward pass."""
-    if not hasattr(model, "_get_fsdp_state"):
-        return False
-    group = getattr(model._get_fsdp_state(), "_fsdp_param_group", None)  # type: ignore[operator]
-    return group is not None and getattr(group, "post_forward_mesh_info", group) is not None
+        find_state: Any = getattr(call.model, "_get_fsdp_state", None)
+        group = None if find_state is None else getattr(find_state(), "_fsdp_param_group", None)
+        stay = group is None or getattr(group, "post_forward_mesh_info", group) is None
+        return stay and not any(map(is_touched, self.modules()))
 
 
 # Affines where norms were (techniques.py)
@@ -475,17 +452,15 @@ class Tokens:
         """[rows], several for each token where heads are normalised: the same for all sites, and computed for one."""
         if self.rule.factor is None:
             raise ValueError(f"{self.technique} {SAY_STEP}")
-        if torch.compiler.is_compiling():
-            return self._compute(rows, device)
-        if rows not in self.weights:
-            self.weights[rows] = self._compute(rows, device)
-        return self.weights[rows]
-
-    def _compute(self, rows: int, device: torch.device) -> Tensor:
+        if rows in self.weights and not torch.compiler.is_compiling():
+            return self.weights[rows]
         real = torch.ones(rows, dtype=torch.bool, device=device) if self.real is None else self.real
         if rows % len(real):
             raise ValueError(f"{self.technique}: {rows} rows where a norm was, but the mask has {len(real)} tokens")
-        return self.rule.weigh(real.repeat_interleave(rows // len(real)))
+        weights = self.rule.weigh(real.repeat_interleave(rows // len(real)))
+        if not torch.compiler.is_compiling():
+            self.weights[rows] = weights
+        return weights
 
 
 class RuledNorm(nn.Module):

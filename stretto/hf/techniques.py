@@ -15,6 +15,7 @@ are padding. Norms in heads stay: a head is given some of the tokens only, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,20 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE
+from stretto.hf import find
 from stretto.hf.defer import compute, current_call
-from stretto.hf.find import (
-    Site,
-    Stack,
-    acts_as_norm,
-    argument_names,
-    draw_stack_batches,
-    find_owners,
-    find_sites,
-    find_tokens,
-    given_arguments,
-    quietly,
-    replace_argument,
-)
+from stretto.hf.find import Site, Stack, acts_as_norm, argument_names, find_owners, given_arguments, quietly
 from stretto.hf.modules import SAY_STEP, RuledNorm, Tokens, hands_on
 from stretto.hf.trial import Journal, compare_module, kind_of
 from stretto.techniques.technique import POST_NORM, R, Switch
@@ -93,8 +83,9 @@ class Around:
 class Handles:
     """What techniques take hold of in one model."""
 
-    def __init__(self, model: nn.Module, stacks: Sequence[Stack], journal: Journal, done: list[Site]) -> None:
-        self.model, self.stacks, self.journal, self.done = model, stacks, journal, done
+    def __init__(self, model: nn.Module, stacks: Sequence[Stack]) -> None:
+        self.model, self.stacks, self.journal = model, stacks, Journal()
+        self.done: list[Site] = []  # what became of each site, for the report
         self.kernels = False  # modules compute by the kernels of ops
         self.gates: dict[str, dict[nn.Module, Gate]] = {}  # gates of layers, by the name of the stack
         self.around: dict[int, Around] = {}  # models around former norms, by their identity
@@ -110,7 +101,7 @@ class Handles:
         names = {module: path for path, module in self.model.named_modules()}
         problems: dict[str, list[str]] = {}
         for stack in self.stacks:
-            found = find_gates(stack, next(draw_stack_batches(stack.owner, stack.crosses), None))
+            found = find_gates(stack, next(find.draw_stack_batches(stack.owner, stack.crosses), None))
             problem = found if isinstance(found, str) else find_problem(found)
             if problem is None and not isinstance(found, str):
                 self.gates[stack.name] = dict(zip(stack.layers, found, strict=True))
@@ -165,22 +156,18 @@ def find_gates(stack: Stack, inputs: dict[str, Any] | None) -> list[Gate] | str:
         return "it reads neither tokens nor images: its layers cannot be tried"
     if getattr(stack.owner, "layerdrop", 0.0):
         return "it drops layers by itself: set layerdrop to 0 in its configuration"
-    gates: list[Gate] = []
-    problems: list[str] = []
-    normalised: list[Any] = []
-    norms = [module for module in stack.layers.modules() if acts_as_norm(module)]
-    hooks = [norm.register_forward_hook(lambda _, args, y: normalised.append(y)) for norm in norms]
-    for layer in stack.layers:
-        hooks.append(layer.register_forward_pre_hook(_enlarge, with_kwargs=True))
-        hooks.append(layer.register_forward_hook(partial(_inspect, gates, problems, normalised), with_kwargs=True))
+    gates, problems, normalised = list[Gate](), list[str](), list[Any]()
+    note = partial(_inspect, gates, problems, normalised)
     try:
-        with quietly(stack.owner):
+        with ExitStack() as hooks, quietly(stack.owner):
+            for norm in filter(acts_as_norm, stack.layers.modules()):
+                hooks.enter_context(norm.register_forward_hook(lambda _, args, y: normalised.append(y)))
+            for layer in stack.layers:
+                hooks.enter_context(layer.register_forward_pre_hook(_enlarge, with_kwargs=True))
+                hooks.enter_context(layer.register_forward_hook(note, with_kwargs=True))
             stack.owner(**inputs)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         return f"its layers cannot be tried: {error}"
-    finally:
-        for hook in hooks:
-            hook.remove()
     if problems:
         return problems[0]
     if len(gates) != len(stack.layers):
@@ -191,7 +178,7 @@ def find_gates(stack: Stack, inputs: dict[str, Any] | None) -> list[Gate] | str:
 def _enlarge(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x = given_arguments(layer, args, kwargs)["hidden_states"]
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    return replace_argument(layer, args, kwargs, "hidden_states", (LARGE * noise).to(x.device, x.dtype))
+    return find.replace_arguments(layer, args, kwargs, hidden_states=(LARGE * noise).to(x.device, x.dtype))
 
 
 def _inspect(
@@ -220,7 +207,7 @@ def _judge_norms(model: nn.Module, name: str) -> list[Site]:
     """All norms, with the reason why one has to stay."""
     problems: dict[Any, str | None] = {}
     norms = []
-    for site in (site for site in find_sites(model) if site.role == "norm"):
+    for site in (site for site in find.find_sites(model) if site.role == "norm"):
         key = kind_of(site)
         if key not in problems:
             problems[key] = site.problem or compare_module(site)
@@ -239,7 +226,7 @@ def note_tokens(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     given = given_arguments(model, args, kwargs)
     mask = given.get("attention_mask")
     real = mask != 0 if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    tokens, labels = find_tokens(given), call.labels
+    tokens, labels = find.find_tokens(given), call.labels
     if mask is None and around.crosses and labels is not None and isinstance(tokens, Tensor):
         real = labels != IGNORE if tokens.shape[:2] == labels.shape else None
     flat = None if real is None else real.flatten()

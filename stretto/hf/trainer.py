@@ -63,9 +63,9 @@ class Trainer(transformers.Trainer):
             model: Any = self.model
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             if kind is torch.optim.AdamW:
-                options.pop("fused", None)
                 weights = "split" if any(p.dtype == torch.bfloat16 for p in model.parameters()) else "fp32"
-                self.optimizer_cls_and_kwargs = (ScheduledAdamW, options | {"weights": weights})
+                ours = {name: options[name] for name in ("lr", "betas", "eps")}  # torch's may have one more, its kernel
+                self.optimizer_cls_and_kwargs = (ScheduledAdamW, ours | {"weights": weights})
         try:
             return super().create_optimizer(*args, **kwargs)
         finally:

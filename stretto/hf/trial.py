@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
@@ -25,11 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
 
 from stretto.hf.defer import Call, calling, compute
-from stretto.hf.find import Batch, Site, draw_inputs, masks_of, quietly
-from stretto.hf.modules import NONE, Fused, Parts, is_touched, mix, weight_of
+from stretto.hf.find import Batch, Site, draw_inputs, in_precision_of, masks_of, quietly
+from stretto.hf.modules import NONE, Parts, Recognised, is_touched, mix, weight_of
 
 TIGHT = 1e-3  # largest distance of results in fp32, relative to their norm
 LEAST = 1e-5  # share of the largest gradient that a gradient of zero, but for rounding, may be off by
@@ -75,12 +74,12 @@ class Journal:
             else:
                 setattr(thing, name, before)
 
-    def attempt(self, change: Callable[[], bool], check: Callable[[], str | None]) -> tuple[bool, str | None]:
+    def attempt(self, change: Callable[[], bool | None], check: Callable[[], str | None]) -> tuple[bool, str | None]:
         """Makes a change, and undoes it if the check finds a problem. Returns whether there was anything to change, and
         the problem."""
         mark = self.mark()
         try:
-            if not change():
+            if change() is False:
                 self.undo(mark)
                 return False, None
             problem = check()
@@ -115,10 +114,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Unit:
-    """A model that was run untouched, and what it gave."""
+    """A module that was run untouched, and what it gave."""
 
-    model: PreTrainedModel
-    inputs: Batch
+    module: nn.Module
+    inputs: Batch | list[Tensor]
     labels: str  # "tokens" if the inputs have such labels
     exact: Result
     own: Result | None  # result in 16 bits, for weights in 16 bits
@@ -127,7 +126,7 @@ class Unit:
 class Stage:
     """A model whose parameters, precision and number of layers are others for a while."""
 
-    def __init__(self, model: nn.Module, lists: Sequence[nn.ModuleList]) -> None:
+    def __init__(self, model: nn.Module, lists: Sequence[nn.ModuleList] = ()) -> None:
         self.model = model
         self.lengths = [(layers, find_stand_ins(layers)[1]) for layers in lists]
         self.has_halves = any(is_half(p) for p in model.parameters())
@@ -136,73 +135,56 @@ class Stage:
     @contextmanager
     def set_up(self, exact: bool = True, training: bool = False) -> Iterator[None]:
         """`exact`: in fp32, or fp64; otherwise in the model's own precision. `training`: but without dropout."""
-        with contextlib.ExitStack() as stack:
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        with quietly(self.model, training), _without_tf32(), torch.autocast(device, enabled=False):
             for layers, length in self.lengths:
-                stack.enter_context(_shortened(layers, length))
-            stack.enter_context(quietly(self.model, training))
-            stack.enter_context(_remembered(self.model))
-            stack.enter_context(_without_tf32())
-            device = next((p.device.type for p in self.model.parameters()), "cpu")
-            stack.enter_context(torch.autocast(device, enabled=False))
+                layers._modules = dict(list(layers._modules.items())[:length])  # `quietly` puts all of them back
             parameters = [p for p in self.model.parameters() if p.is_floating_point()]
             if not self.values:  # drawn once: a large table takes a CPU long
                 own = [_disturb(p.data, number) for number, p in enumerate(parameters)]
                 self.values = {False: own, True: [_widen(value) for value in own]}
-            stack.enter_context(_disguised(self.model, parameters, self.values[exact], exact))
-            yield
+            for module in self.model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:  # a copy: some are written to
+                        module._buffers[name] = _widen(buffer.clone()) if exact else buffer.clone()
+            with _disguised(parameters, self.values[exact]):
+                yield
 
-    def run_untouched(self, model: PreTrainedModel, inputs: Batch, labels: str) -> Unit | str:
-        """What later runs are compared with, or why there is nothing to compare with."""
-        try:
-            return Unit(model, inputs, labels, *self._run_both(model, inputs, labels))
-        except Exception as error:
-            return f"it cannot be tried: {describe(error)}"
+    def run_untouched(self, module: nn.Module, batches: Iterable[tuple[str, Any]], otherwise: str = "") -> Unit | str:
+        """What later runs are compared with, on the first of some batches that the module takes, each with the kind of
+        its labels; or why there is nothing to compare with."""
+        problem, rest = otherwise, iter(batches)
+        while True:
+            try:
+                labels, inputs = next(rest)
+                return Unit(module, inputs, labels, *self._run_both(module, inputs, labels))
+            except StopIteration:
+                return problem
+            except Exception as error:
+                problem = f"it cannot be tried: {describe(error)}"
 
     def check(self, unit: Unit | str, call: Call) -> str | None:
-        """How a model, called in `call`, differs from what it gave untouched."""
+        """How a module, called in `call`, differs from what it gave untouched."""
         if isinstance(unit, str):
             return unit
         with calling(call):
-            exact, own = self._run_both(unit.model, unit.inputs, unit.labels)
+            exact, own = self._run_both(unit.module, unit.inputs, unit.labels)
         problem = find_difference(exact, unit.exact)
         if problem is None and own is not None and unit.own is not None:
             problem = find_loss_of_precision(own, unit.own, unit.exact)
         return problem
 
-    def _run_both(self, model: PreTrainedModel, inputs: Batch, labels: str) -> tuple[Result, Result | None]:
+    def _run_both(self, module: nn.Module, inputs: Any, labels: str) -> tuple[Result, Result | None]:
         """The results in fp32 and, where there are weights in 16 bits, in their precision."""
-        exact = self.run(model, inputs, labels)
-        return exact, self.run(model, inputs, labels, exact=False) if self.has_halves else None
+        exact = self.run(module, inputs, labels)
+        return exact, self.run(module, inputs, labels, exact=False) if self.has_halves else None
 
-    def run(self, model: PreTrainedModel, inputs: Batch, labels: str, exact: bool = True) -> Result:
-        with self.set_up(exact):
-            given, tokens = in_precision_of(model, inputs), labels == "tokens"
-            parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-            return run(model, given, parameters, masks_of(inputs), scores=tokens, loss_only=tokens)
-
-
-@contextmanager
-def _remembered(model: nn.Module) -> Iterator[None]:
-    """Whatever modules note about batches, in attributes or buffers, is forgotten afterwards."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-
-
-@contextmanager
-def _shortened(layers: nn.ModuleList, length: int) -> Iterator[None]:
-    whole = layers._modules
-    layers._modules = dict(list(whole.items())[:length])
-    try:
-        yield
-    finally:
-        layers._modules = whole
+    def run(
+        self, module: nn.Module, inputs: Any, labels: str = "", exact: bool = True, training: bool = False
+    ) -> Result:
+        with self.set_up(exact, training):
+            parameters = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+            return run(module, inputs, parameters, labels, loss_only=labels == "tokens")
 
 
 def find_stand_ins(layers: nn.ModuleList) -> tuple[list[int], int]:
@@ -224,18 +206,12 @@ def _traits(module: nn.Module) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _disguised(
-    model: nn.Module, parameters: Sequence[nn.Parameter], values: Sequence[Tensor], exact: bool
-) -> Iterator[None]:
+def _disguised(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> Iterator[None]:
     before = [(p, p.data, p.requires_grad) for p in parameters]
     try:
         for p, value in zip(parameters, values, strict=True):
             p.data = value
             p.requires_grad_(True)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:  # a copy: some are written to
-                    module._buffers[name] = _widen(buffer.clone()) if exact else buffer.clone()
         yield
     finally:
         for p, data, wanted in before:
@@ -273,31 +249,25 @@ def _without_tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def in_precision_of(model: nn.Module, inputs: Batch) -> Batch:
-    """Inputs for a model on the stage, whose precision is another."""
-    dtype = next(model.parameters()).dtype
-    real = {name: v.to(dtype) for name, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()}
-    return inputs | real
-
-
 def run(
-    function: Callable[..., Any],
-    inputs: Mapping[str, Any] | Sequence[Any],
+    module: nn.Module,
+    inputs: Batch | list[Tensor],
     parameters: Mapping[str, Tensor] | None = None,
-    masks: Sequence[Tensor] = (),
-    scores: bool = False,
+    labels: str = "",
     loss_only: bool = False,
 ) -> Result:
-    """What a function of these inputs gives, and with parameters the gradients of a random sum of it. `scores`: numbers
-    [N, S] are one for each token, and those at padding do not count."""
+    """What a module on the stage gives for these inputs, and with parameters the gradients of a random sum of it. With
+    labels of "tokens", numbers [N, S] are one for each token, and those at padding do not count."""
+    given, masks = in_precision_of(module, inputs), masks_of(inputs) if isinstance(inputs, dict) else []
     with torch.set_grad_enabled(parameters is not None):
-        out = function(**inputs) if isinstance(inputs, Mapping) else function(*inputs)
+        out = module(**given) if isinstance(given, dict) else module(*given)
         outputs = dict(_tensors("", out))
         if loss_only:
             outputs = {"loss": outputs["loss"]}
         if not outputs:
             raise ValueError("it gives nothing that could be compared")
-        kept = {name: _keep_real(compute(value), masks, 2 if scores else 3) for name, value in outputs.items()}
+        axes = 2 if labels == "tokens" else 3
+        kept = {name: _keep_real(compute(value), masks, axes) for name, value in outputs.items()}
         gradients = _differentiate(kept, parameters) if parameters else {}
     return Result({name: value.detach() for name, value in kept.items()}, gradients)
 
@@ -401,48 +371,24 @@ def kind_of(site: Site) -> Any:
 
 
 def compare_module(site: Site) -> str | None:
-    """Why the fused module must not take the place of the plain one."""
-    assert site.fused is not None and issubclass(site.fused, Fused)
+    """Why a class of ours must not take the place of the module's own: a copy of the module is tried."""
+    assert site.ours is not None and issubclass(site.ours, Recognised)
     if any(is_touched(child) for child in site.module.children()):
         return "its children have hooks"
     try:
-        exact = _compare_copies(site, exact=True)
-        if isinstance(exact, str):
-            return exact
-        half = any(map(is_half, site.module.parameters()))
-        problem = _compare_copies(site, False, exact) if half else None
-        return problem if isinstance(problem, str) else None
-    except Exception as error:
-        return f"the fused module cannot take its place: {describe(error)}"
-
-
-def _compare_copies(site: Site, exact: bool, truth: Result | None = None) -> str | Result | None:
-    """In fp32 a difference, or else the result; in the module's own precision, how that falls short of the `truth`."""
-    assert site.fused is not None
-    module = _disguised_copy(site.module, exact)
-    dense = site.parts.linears
-    width = weight_of(module.get_submodule(dense[0])).shape[1] if dense else next(module.parameters()).shape[0]
-    inputs = draw_inputs(module, 2 if site.role == "residual norm" else 1, width)
-    with quietly(module, training=True):
-        trained = run(module, inputs)
-    with quietly(module):
-        if find_difference(trained, run(module, inputs)):
+        module, dense = copy.deepcopy(site.module), site.parts.linears
+        stage = Stage(module)
+        width = weight_of(module.get_submodule(dense[0])).shape[1] if dense else next(module.parameters()).shape[0]
+        inputs = draw_inputs(module, site.ours.takes, width)
+        unit = stage.run_untouched(module, [("", inputs)])
+        if isinstance(unit, str):
+            return unit
+        if find_difference(stage.run(module, inputs, training=True), unit.exact):
             return "it is random in training, by something other than a Dropout module"
-        expected = run(module, inputs, dict(module.named_parameters()))
-        Journal().swap(module, site.fused, site.parts)
-        found = run(module, inputs, dict(module.named_parameters()))
-    if truth is not None:
-        return find_loss_of_precision(found, expected, truth)
-    return find_difference(found, expected) or expected
-
-
-def _disguised_copy(module: nn.Module, exact: bool) -> nn.Module:
-    """A copy of a module with other values, as on the stage; in fp32 if `exact`."""
-    made = copy.deepcopy(module)
-    for number, p in enumerate(made.parameters()):
-        p.data = _disturb(p.data, number)
-        p.requires_grad_(True)
-    return made.float() if exact and any(is_half(p) for p in made.parameters()) else made
+        Journal().swap(module, site.ours, site.parts)
+        return stage.check(unit, Call())
+    except Exception as error:
+        return f"our module cannot take its place: {describe(error)}"
 
 
 def checked_indices(model: nn.Module) -> AbstractContextManager[object]:

@@ -39,27 +39,11 @@ from transformers.masking_utils import sdpa_mask
 
 from stretto.attention import attend
 from stretto.batch import IGNORE, Layout, dense_layout
+from stretto.hf import find
 from stretto.hf.defer import NOTHING, UNTRIED, Call, Facts, Known, Request, Tried, calling, current_call, set_call
-from stretto.hf.find import (
-    IDS,
-    LENGTH,
-    NAME,
-    SIDES,
-    Batch,
-    Stack,
-    argument_default,
-    argument_names,
-    draw_padded,
-    find_tokens,
-    given_arguments,
-    masks_of,
-    pad_id,
-    replace_argument,
-    takes_any_name,
-    with_labels,
-)
+from stretto.hf.find import LENGTH, NAME, SIDES, Batch, Stack, argument_names, draw_padded, find_tokens, pad_id
 from stretto.hf.modules import is_touched, is_watched
-from stretto.hf.trial import Result, Stage, find_difference, in_precision_of, run
+from stretto.hf.trial import Result, Stage, find_difference, run
 
 log = logging.getLogger(__name__)
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # masks, and what they mask
@@ -96,30 +80,22 @@ class Packing:
         return x.view(self.rows, self.length, *x.shape[-1:])
 
 
-@dataclass(frozen=True, eq=False)
 class Outside:
     """A module around layers, as it was when its model was tried."""
 
-    module: nn.Module
-    kind: Any
-    children: tuple[nn.Module | None, ...]
-    watched: bool
-
-    @classmethod
-    def note(cls, module: nn.Module) -> Outside:
-        return cls(module, type(module), tuple(module._modules.values()), is_watched(module))
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.watched = module, is_watched(module)
+        self.kind: Any = type(module)
+        self.children = tuple(module._modules.values())
 
     def has_changed(self) -> bool:
         """Whether somebody has put another class or other children there, or looks at its calls."""
-        now: Any = type(self.module)
-        replaced = now is not self.kind and not now.__module__.startswith(("torch.", "stretto."))  # FSDP's are derived
-        children = self.module._modules.values()
-        return (
-            replaced
-            or len(children) != len(self.children)
-            or any(child is not then for child, then in zip(children, self.children, strict=True))
-            or (not self.watched and is_watched(self.module))
-        )
+        kind: Any = type(self.module)
+        replaced = kind is not self.kind and not kind.__module__.startswith(
+            ("torch.", "stretto.")
+        )  # FSDP's are derived
+        children = tuple(self.module._modules.values())
+        return replaced or children != self.children or (not self.watched and is_watched(self.module))
 
 
 @dataclass(eq=False)
@@ -130,7 +106,7 @@ class Seat:
     loss: bool
     packed: bool
     stack: Stack | None = None  # layers that can run without padding
-    around: frozenset[nn.Module] = frozenset()  # models that it is a part of
+    around: frozenset[PreTrainedModel] = frozenset()  # models that it is a part of
     kin: frozenset[nn.Module] = frozenset()  # models that were accelerated with it
     outside: tuple[Outside, ...] = ()  # modules in it that are in no layer
     works_without_cache: bool = False
@@ -150,7 +126,7 @@ def enter(
     if outer.model is not None and outer.model not in seat.around:
         before = None if outer.model in seat.kin else before  # one of its own parts was left by an interrupt
         outer = Call()  # a call of another model goes on
-    given, names = given_arguments(model, args, kwargs), argument_names(model)
+    given, names = find.given_arguments(model, args, kwargs), argument_names(model)
     call = _describe_call(model, seat, given, outer)
     call.before = before
     if outer.model is None:
@@ -161,7 +137,9 @@ def enter(
     set_call(call)
     unwanted = seat.works_without_cache and model.training and not call.request.as_tuple
     if unwanted and "use_cache" in names and given.get("use_cache") is None:
-        args, kwargs = replace_argument(model, args, kwargs, "use_cache", False)  # nobody reads a cache while training
+        args, kwargs = find.replace_arguments(
+            model, args, kwargs, use_cache=False
+        )  # nobody reads a cache while training
         given["use_cache"] = False
     if seat.stack is not None and seat.stack.is_whole():
         _decide(call, seat.stack, given, seat.unpad and not call.rectangle, seat.packed)
@@ -207,13 +185,14 @@ def is_familiar(model: PreTrainedModel, given: Mapping[str, Any], tried: Tried) 
         kind = "tokens" if labels.ndim > 1 and not labels.is_floating_point() else "rows"
         if kind != tried.labels:
             return False
+    defaults = {name: parameter.default for name, parameter in find.parameters_of(model).items()}
     for name, value in given.items():
         if name in tried.names or value is None:
             continue
         if isinstance(value, Tensor):
             if value.ndim and (value.shape[:2] == shape or _may_point(name, value, shape)):
                 return False
-        elif name not in OPTIONS and isinstance(value, SETTINGS) and value != argument_default(model, name):
+        elif name not in OPTIONS and isinstance(value, SETTINGS) and value != defaults.get(name):
             return False
     return wanted_outputs(model, given) == tried.options
 
@@ -410,24 +389,16 @@ def _read_mask(
         facts = found or _judge(mask, iter(_measure(mask, ids, pad).tolist()))
     if facts.tokens == 0:
         return None
-    if facts.whole:
-        layout = dense_layout(rows, length, device=device)
-        return _Kept(None, _append(layout, known.fillers, facts), facts)
-    assert mask is not None
-    kept = mask.to(device) != 0
-    offsets = F.pad(kept.sum(1).cumsum(0, dtype=torch.int32), (1, 0))
-    # Not `nonzero`, for which the host would wait. Where there is room for more, the first of the padding follows.
-    index = (~kept).flatten().byte().argsort(stable=True)[: facts.tokens]
-    return _Kept(index, _append(Layout(offsets, facts.longest), known.fillers, facts), facts)
-
-
-def _append(layout: Layout, fillers: int, facts: Facts) -> Layout:
-    """Sequences for the tokens behind the real ones, empty where there are none left."""
-    if not fillers:
-        return layout
-    ends = layout.offsets[-1] + facts.longest * torch.arange(1, fillers + 1, device=layout.offsets.device)
-    ends = ends.clamp(max=facts.tokens).int()
-    return Layout(torch.cat([layout.offsets, ends]), facts.longest)
+    layout, index = dense_layout(rows, length, device=device), None
+    if not facts.whole:
+        kept = mask.to(device) != 0
+        layout = Layout(F.pad(kept.sum(1).cumsum(0, dtype=torch.int32), (1, 0)), facts.longest)
+        # Not `nonzero`, for which the host would wait. Where there is room for more, the first of the padding follows.
+        index = (~kept).flatten().byte().argsort(stable=True)[: facts.tokens]
+    if known.fillers:  # sequences for the tokens behind the real ones, empty where there are none left
+        ends = layout.offsets[-1] + facts.longest * torch.arange(1, known.fillers + 1, device=device)
+        layout = Layout(torch.cat([layout.offsets, ends.clamp(max=facts.tokens).int()]), facts.longest)
+    return _Kept(index, layout, facts)
 
 
 def _has_rows(value: Any) -> bool:
@@ -455,18 +426,17 @@ class PackedLayer(nn.Module):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What all layers are given is packed once, hidden states for the first layer. Not in `forward`: a layer
         that is recomputed in the backward pass is then given what it was given before."""
-        given = given_arguments(self, args, kwargs)
+        given = find.given_arguments(self, args, kwargs)
+        changes: dict[str, Any] = {"attention_mask": own}
         if call.stack is not None and self is call.stack.layers[0]:
-            args, kwargs = replace_argument(self, args, kwargs, "hidden_states", own.pack(given["hidden_states"]))
+            changes["hidden_states"] = own.pack(given["hidden_states"])
         for name in ("position_ids", "position_embeddings"):
             if given.get(name) is not None:
-                args, kwargs = replace_argument(self, args, kwargs, name, _pack_once(call, own, given[name]))
-        args, kwargs = replace_argument(self, args, kwargs, "attention_mask", own)
+                changes[name] = _pack_once(call, own, given[name])
         if call.memory is not None:
             memory = _pack_once(call, call.memory, given["encoder_hidden_states"])
-            args, kwargs = replace_argument(self, args, kwargs, "encoder_hidden_states", memory)
-            args, kwargs = replace_argument(self, args, kwargs, "encoder_attention_mask", call.memory)
-        return args, kwargs
+            changes |= {"encoder_hidden_states": memory, "encoder_attention_mask": call.memory}
+        return find.replace_arguments(self, args, kwargs, **changes)
 
 
 def _pack_once(call: Call, packing: Packing, value: Any) -> Any:
@@ -576,7 +546,7 @@ class PaddingTrial:
         kinds: set[tuple[str, str]] = set()
         names: set[str] = set()
         labels = None
-        for form, sorts in (("ids", IDS), ("embeds", ("none",)), ("positions", ("positions",))):
+        for form, sorts in (("ids", find.IDS), ("embeds", ("none",)), ("positions", ("positions",))):
             groups = [[(side, sort) for side in _sides(self.stacks) for sort in sorts]]
             while groups:  # all kinds at once; where that fails, one side after the other, and then each by itself
                 some = groups.pop()
@@ -600,7 +570,7 @@ class PaddingTrial:
             batch = draw_padded(self.model, sides, sorts, form, length)
             if batch is None:
                 return None
-            for sort, inputs in with_labels(self.model, batch, self.called):
+            for sort, inputs in find.with_labels(self.model, batch, self.called):
                 if labels is not None and sort != labels:
                     continue
                 same = compare_padded(self.stage, self.called, inputs, sort)
@@ -617,7 +587,7 @@ class PaddingTrial:
 
 def try_padding(stage: Stage, model: PreTrainedModel, stacks: list[Stack], around: nn.Module) -> Tried:
     takes = {"input_ids", "attention_mask"} <= set(argument_names(around))
-    if not takes and takes_any_name(around):  # it takes batches if it can be run with one
+    if not takes and find.takes_any_name(around):  # it takes batches if it can be run with one
         batch = draw_padded(model, ("right",), ("own",), "ids")
         takes = batch is not None and compare_padded(stage, around, batch, "") is not None
     return PaddingTrial(stage, model, around if takes else model, stacks).run()
@@ -626,7 +596,7 @@ def try_padding(stage: Stage, model: PreTrainedModel, stacks: list[Stack], aroun
 def compare_padded(stage: Stage, model: nn.Module, inputs: Batch, labels: str, training: bool = False) -> bool | None:
     """Whether a batch gives the same results without its padding; None where the model does not take it, or gives, in
     training, another result each time."""
-    if not isinstance(model, PreTrainedModel) and not takes_any_name(model):
+    if not isinstance(model, PreTrainedModel) and not find.takes_any_name(model):
         inputs = {name: value for name, value in inputs.items() if name in argument_names(model)}
     results: list[Result] = []
     for trial in (False, False, True) if training else (False, True):
@@ -634,8 +604,7 @@ def compare_padded(stage: Stage, model: nn.Module, inputs: Batch, labels: str, t
         with stage.set_up(training=training), calling(Call(rectangle=not trial, request=request)):
             torch.manual_seed(len(results))
             try:
-                given = in_precision_of(model, inputs)
-                results.append(run(model, given, None, masks_of(inputs), scores=labels == "tokens"))
+                results.append(run(model, inputs, labels=labels))
             except Exception as error:
                 log.debug("%s, %s: %s", type(model).__name__, sorted(inputs), error)
                 return False if trial else None

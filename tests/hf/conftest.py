@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
 from accelerate.state import AcceleratorState
+
+
+@pytest.fixture(autouse=True, scope="session")
+def freeze_imports() -> Iterator[None]:
+    """Every run of a Trainer ends with a garbage collection, which takes longer than the run if it looks at all that is
+    imported: it looks at what came afterwards alone."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import stretto
 import stretto.hf
 from stretto.hf.find import find_activation, find_sites
-from stretto.hf.modules import Fused
+from stretto.hf.modules import Recognised
 from tests.hf.families import FAMILIES, build, draw_batch, learn
 
 
@@ -60,8 +60,8 @@ EXPECTED["marian-swish"] = EXPECTED["marian"]
 def test_every_role_is_found(family: str) -> None:
     model = stretto.accelerate(build(family))
     assert roles_of(model) == EXPECTED[family]
-    fused = [module for module in model.modules() if isinstance(module, Fused)]
-    assert fused and all(module.is_intact() for module in fused), "or they would run as before"
+    recognised = [module for module in model.modules() if isinstance(module, Recognised)]
+    assert recognised and all(module.is_intact() for module in recognised), "or they would run as before"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

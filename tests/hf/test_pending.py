@@ -15,7 +15,7 @@ import stretto
 import stretto.hf
 import stretto.hf.defer
 from stretto.hf.defer import Pending
-from stretto.hf.modules import FusedActivation, FusedLinear
+from stretto.hf.modules import DeferringActivation, DeferringLinear
 from stretto.ops.norm import add_norm
 from tests.hf.families import FAMILIES, accelerated, build, draw_batch, learn
 from tests.hf.observe import count_sums
@@ -155,7 +155,7 @@ def test_what_leaves_a_model_or_a_layer_on_its_own_is_a_plain_tensor(family: str
 
 def test_without_fused_and_where_nothing_is_summed_layers_stay() -> None:
     for model in (accelerated("llama", fused=False), accelerated("bert")):
-        assert not any(isinstance(module, FusedLinear | FusedActivation) for module in model.modules())
+        assert not any(isinstance(module, DeferringLinear | DeferringActivation) for module in model.modules())
 
 
 class Watchful(hf.models.llama.modeling_llama.LlamaDecoderLayer):
@@ -174,5 +174,5 @@ def test_a_stack_that_gives_other_results_is_left_alone() -> None:
     expected = learn(model, batch)
     stretto.accelerate(model)
     assert "gives other results" in str(stretto.hf.report(model))
-    assert not any(isinstance(module, FusedLinear) for module in model.modules())
+    assert not any(isinstance(module, DeferringLinear) for module in model.modules())
     torch.testing.assert_close(learn(model, batch), expected, rtol=1e-4, atol=1e-5)
