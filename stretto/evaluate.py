@@ -54,7 +54,7 @@ def evaluate(
 
 
 def _average(values: dict[str, float], share: float, rt: Runtime) -> dict[str, float]:
-    """Averages over the batches of all processes, which have measured the same things; `share` is that of this process."""
+    """Averages over the batches of all processes, of which this one had the share `share`. All measure the same."""
     if not values:
         return {}
     means = rt.sum_tensor(share * torch.tensor(list(values.values()), device=rt.device))
