@@ -38,17 +38,14 @@ def initial_value(cfg: ModelConfig, name: str, shape: torch.Size, generator: tor
     if module.endswith("norm"):
         return value.fill_(1.0)
     if cfg.kind == "decoder":
-        return value.normal_(0.0, _gpt2_std(cfg, module), generator=generator)
+        # As GPT-2: what adds to the residual stream does so 2 * layers times.
+        adds = module.endswith(("attention.out", "mlp.down"))
+        std = 0.02 / math.sqrt(2 * cfg.layers) if adds else 0.01 if module.endswith("position") else 0.02
+        return value.normal_(0.0, std, generator=generator)
     if cfg.kind == "encoder-decoder":
         return _init_translation(cfg, value, module, generator)
     # BERT and the ViT line: normal, cut at two standard deviations.
     return nn.init.trunc_normal_(value, 0.0, 0.02, -0.04, 0.04, generator=generator)
-
-
-def _gpt2_std(cfg: ModelConfig, module: str) -> float:
-    if module.endswith(("attention.out", "mlp.down")):  # these add to the residual stream, 2 * layers times
-        return 0.02 / math.sqrt(2 * cfg.layers)
-    return 0.01 if module.endswith("position") else 0.02
 
 
 def _init_translation(cfg: ModelConfig, value: Tensor, module: str, generator: torch.Generator) -> Tensor:

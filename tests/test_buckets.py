@@ -173,7 +173,7 @@ def translation(max_tokens: int, pairs: int) -> PairData:
     target = np.maximum(np.rint(source * (1 + 0.15 * random.standard_normal(pairs))), 1).astype(np.int64)
     cfg = DataConfig(task="translation", languages=("a", "b"), max_tokens=max_tokens, seq_len=400)
     sides = sentences(random, source), sentences(random, target)
-    split = SizedPairs("data.train", *sides, range(pairs), cfg)
+    split = SizedPairs("data.train", sides, range(pairs), cfg)
     return PairData(cfg, 0, "", ByteTokenizer(), split, split)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,71 +37,65 @@ FORMATS = {
 SUFFIXES = tuple(FORMATS)
 
 
-class Images(ABC):
+@dataclass(frozen=True)
+class Images:
     names: tuple[str, ...]  # of the classes
     labels: Int64s  # [number of images], places in `names`
     fingerprint: str
+    read: Callable[[list[int], int], Tensor]  # samples and image size -> float32 [N, 3, size, size] from -1 to 1
 
-    def rename(self, names: tuple[str, ...]) -> None:
+    def rename(self, names: tuple[str, ...]) -> Images:
         """Numbers the classes as another set does, which must have all of these."""
         unknown = sorted(set(self.names) - set(names))
         if unknown:
             raise DataError(f"data.eval has classes that data.train has not: {', '.join(unknown)}")
-        self.labels = np.array([names.index(name) for name in self.names], np.int64)[self.labels]
-        self.names = names
-
-    @abstractmethod
-    def read(self, samples: Sequence[int], image_size: int) -> Tensor:
-        """Returns float32 [N, 3, image_size, image_size] with values from -1 to 1."""
+        places = np.array([names.index(name) for name in self.names], np.int64)
+        return replace(self, names=names, labels=places[self.labels])
 
 
-class FolderImages(Images):
-    def __init__(self, key: str, folder: Path) -> None:
-        classes = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
-        found = [sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) for path in classes]
-        self.names = tuple(path.name for path in classes)
-        self.labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in found]).astype(np.int64)
-        self._paths = [path for paths in found for path in paths]
-        # Names and sizes: reading every image only to see whether one has changed would take as long as an epoch.
-        listing = [(str(path.relative_to(folder)), path.stat().st_size) for path in self._paths]
-        self.fingerprint = hashlib.sha256(repr(listing).encode()).hexdigest()
-        if not self._paths:
-            raise DataError(f"{key} = {str(folder)!r}: no images in it; it should have one folder of them per class")
-        self._threads = ThreadPoolExecutor(thread_name_prefix="decode")
+def open_folder(key: str, folder: Path) -> Images:
+    classes = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    found = [sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) for path in classes]
+    labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in found]).astype(np.int64)
+    paths = [path for some in found for path in some]
+    if not paths:
+        raise DataError(f"{key} = {str(folder)!r}: no images in it; it should have one folder of them per class")
+    # Names and sizes: reading every image only to see whether one has changed would take as long as an epoch.
+    listing = [(str(path.relative_to(folder)), path.stat().st_size) for path in paths]
+    fingerprint = hashlib.sha256(repr(listing).encode()).hexdigest()
+    threads = ThreadPoolExecutor(thread_name_prefix="decode")
 
-    def read(self, samples: Sequence[int], image_size: int) -> Tensor:
+    def read(samples: list[int], image_size: int) -> Tensor:
         """Reads files by many threads, which Pillow lets work at the same time; without torch, whose operators would
         each start threads of their own."""
         pixels = torch.empty(len(samples), 3, image_size, image_size)
-        paths = [self._paths[i] for i in samples]
-        for _ in self._threads.map(_read_into, pixels.numpy(), paths):
+        for _ in threads.map(_read_into, pixels.numpy(), [paths[i] for i in samples]):
             pass  # but raise what went wrong
         return pixels
 
+    return Images(tuple(path.name for path in classes), labels, fingerprint, read)
 
-class ArrayImages(Images):
-    def __init__(self, key: str, path: Path) -> None:
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                images, labels = arrays["images"], arrays["labels"]
-                names = arrays.get("names")
-        except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
-            raise DataError(f"{key}: {path} is not an .npz with arrays `images` and `labels`: {error}") from error
-        self._images = _check_images(f"{key}: {path}", images)
-        self.labels = _check_labels(f"{key}: {path}", labels, len(images))
-        self.fingerprint = hashlib.sha256(images.tobytes() + self.labels.tobytes()).hexdigest()
-        num_classes = int(self.labels.max()) + 1
-        self.names = tuple(map(str, range(num_classes) if names is None else names))
-        if len(self.names) < num_classes:
-            raise DataError(f"{key}: {path} has labels up to {num_classes - 1} but only {len(self.names)} `names`")
 
-    def read(self, samples: Sequence[int], image_size: int) -> Tensor:
-        pixels = torch.from_numpy(self._images[list(samples)]).permute(0, 3, 1, 2).float()
-        if pixels.shape[2:] != (image_size, image_size):
-            size = (image_size, image_size)
+def open_arrays(key: str, path: Path) -> Images:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            images, labels, names = arrays["images"], arrays["labels"], arrays.get("names")
+    except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        raise DataError(f"{key}: {path} is not an .npz with arrays `images` and `labels`: {error}") from error
+    images, labels = _check_images(f"{key}: {path}", images), _check_labels(f"{key}: {path}", labels, len(images))
+    num_classes = int(labels.max()) + 1
+    names = tuple(map(str, range(num_classes) if names is None else names))
+    if len(names) < num_classes:
+        raise DataError(f"{key}: {path} has labels up to {num_classes - 1} but only {len(names)} `names`")
+
+    def read(samples: list[int], image_size: int) -> Tensor:
+        pixels, size = torch.from_numpy(images[samples]).permute(0, 3, 1, 2).float(), (image_size, image_size)
+        if pixels.shape[2:] != size:
             pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
         _normalise(pixels)
         return pixels.expand(-1, 3, -1, -1).contiguous()  # grey becomes three equal channels
+
+    return Images(names, labels, hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest(), read)
 
 
 def _check_images(where: str, images: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -166,9 +160,9 @@ def _normalise(pixels: Tensor | npt.NDArray[Any]) -> None:
 def _open_images(key: str, source: str) -> Images:
     path = Path(source)
     if path.is_dir():
-        return FolderImages(key, path)
+        return open_folder(key, path)
     if path.is_file():
-        return ArrayImages(key, path)
+        return open_arrays(key, path)
     raise DataError(f"{key} = {source!r}: there is no such folder or .npz file")
 
 
@@ -180,8 +174,7 @@ class ImageData(Data):
         self.labels, self.fingerprint = self._train.names, self._train.fingerprint
         everything = np.arange(len(self._train.labels))
         if cfg.eval:
-            self._held_out = _open_images("data.eval", cfg.eval)
-            self._held_out.rename(self.labels)
+            self._held_out = _open_images("data.eval", cfg.eval).rename(self.labels)
             self._train_samples, self._eval_samples = everything, np.arange(len(self._held_out.labels))
         elif len(everything) < 2:
             raise DataError(f"data.train = {cfg.train!r} has only one image: none can be held out for evaluation")

@@ -9,7 +9,7 @@ are mixed so that they add up to nearly the same share in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 
 from stretto.batch import IGNORE, Batch, Sequences, silence
 from stretto.config import DataConfig
-from stretto.data.documents import find_text_file, open_lines
+from stretto.data.documents import Documents, find_text_file, open_lines
 from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_stream
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
@@ -29,47 +29,42 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def open_pair_data(cfg: DataConfig, seed: int, folder: Path, store: Store) -> PairData:
-    train = TextPairs("data.train", cfg.train, cfg.languages)
-    num_train = train.count if cfg.eval else train.count - count_held_out(train.count, cfg.held_out)
-    texts = chain(islice(train.source, num_train), islice(train.target, num_train))
-    identity = f"{train.source.fingerprint} {train.target.fingerprint} {num_train}"
+    train = source, target = open_pairs("data.train", cfg.train, cfg.languages)
+    num_train = source.count if cfg.eval else source.count - count_held_out(source.count, cfg.held_out)
+    texts = chain(islice(source, num_train), islice(target, num_train))
+    identity = f"{source.fingerprint} {target.fingerprint} {num_train}"
     tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, texts, identity, store)
     keep_tokenizer(tokenizer, folder)
-    train_tokens = train.tokenise(tokenizer, store)
+    tokens = [open_tokens(side, tokenizer, store) for side in train]
+    sized = SizedPairs("data.train", tokens, range(num_train), cfg)
     if cfg.eval:
-        eval_tokens = TextPairs("data.eval", cfg.eval, cfg.languages).tokenise(tokenizer, store)
-        eval_range = range(eval_tokens[0].num_documents)
+        others = open_pairs("data.eval", cfg.eval, cfg.languages)
+        tokens = [open_tokens(side, tokenizer, store) for side in others]
+        held_out = SizedPairs("data.eval", tokens, range(others[0].count), cfg)
     else:
-        eval_tokens, eval_range = train_tokens, range(num_train, train.count)
-    sized = SizedPairs("data.train", *train_tokens, range(num_train), cfg)
-    held_out = SizedPairs("data.eval" if cfg.eval else "data.held_out", *eval_tokens, eval_range, cfg)
+        held_out = SizedPairs("data.held_out", tokens, range(num_train, source.count), cfg)
     return PairData(cfg, seed, identity, tokenizer, sized, held_out)
 
 
-class TextPairs:
-    """Two files; line n of one translates line n of the other."""
-
-    def __init__(self, key: str, prefix: str, languages: tuple[str, ...]) -> None:
-        paths = [find_text_file(f"{key} = {prefix!r}", Path(f"{prefix}.{language}")) for language in languages]
-        self.source, self.target = (open_lines(path) for path in paths)
-        self.count = self.source.count
-        if self.source.count != self.target.count:
-            raise DataError(
-                f"{key}: {paths[0]} has {self.source.count:,} lines but {paths[1]} has {self.target.count:,};"
-                " line n of one must translate line n of the other"
-            )
-        if not self.count:
-            raise DataError(f"{key}: {paths[0]} is empty")
-
-    def tokenise(self, tokenizer: Tokenizer, store: Store) -> tuple[Tokens, Tokens]:
-        return open_tokens(self.source, tokenizer, store), open_tokens(self.target, tokenizer, store)
+def open_pairs(key: str, prefix: str, languages: tuple[str, ...]) -> tuple[Documents, Documents]:
+    """Opens two files; line n of one translates line n of the other."""
+    paths = [find_text_file(f"{key} = {prefix!r}", Path(f"{prefix}.{language}")) for language in languages]
+    source, target = (open_lines(path) for path in paths)
+    if source.count != target.count:
+        raise DataError(
+            f"{key}: {paths[0]} has {source.count:,} lines but {paths[1]} has {target.count:,};"
+            " line n of one must translate line n of the other"
+        )
+    if not source.count:
+        raise DataError(f"{key}: {paths[0]} is empty")
+    return source, target
 
 
 class SizedPairs:
     """The pairs of a range that are fit for use, in order of length and cut into batches."""
 
-    def __init__(self, key: str, source: Tokens, target: Tokens, chosen: range, cfg: DataConfig) -> None:
-        self._source, self._target = source, target
+    def __init__(self, key: str, sides: Sequence[Tokens], chosen: range, cfg: DataConfig) -> None:
+        self._source, self._target = source, target = sides
         # A stored sentence is bos, ids, eos; the model reads all but one of these.
         lengths = np.stack([np.diff(target.starts), np.diff(source.starts)]) - 1
         self._target_lengths, self._source_lengths = lengths
@@ -164,9 +159,9 @@ class PairData(Data):
         """Reads the pairs (source, reference) of data.test, or else of the evaluation data, as text; drops none."""
         cfg = self._cfg
         name = "test" if cfg.test else "eval" if cfg.eval else "train"
-        texts = TextPairs(f"data.{name}", getattr(cfg, name), cfg.languages)
-        skipped = texts.count - count_held_out(texts.count, cfg.held_out) if name == "train" else 0
-        return list(islice(zip(texts.source, texts.target, strict=True), skipped, None))
+        source, target = open_pairs(f"data.{name}", getattr(cfg, name), cfg.languages)
+        skipped = source.count - count_held_out(source.count, cfg.held_out) if name == "train" else 0
+        return list(islice(zip(source, target, strict=True), skipped, None))
 
     def describe(self) -> str:
         train, held_out = self._train, self._held_out

@@ -54,9 +54,20 @@ class Store:
         return self.read_only / name
 
 
+@dataclass(frozen=True)
+class Special:
+    """An attribute of a tokenizer: the id of the token with this role, looked up when someone asks for it."""
+
+    role: str
+
+    def __get__(self, tokenizer: Tokenizer, owner: type[Tokenizer]) -> int:
+        return tokenizer.find_special(self.role)
+
+
 class Tokenizer(ABC):
     size: int  # ids are 0 <= id < size
     special_ids: frozenset[int]  # of every special token, also those without a role
+    pad, bos, eos, mask = Special("pad"), Special("bos"), Special("eos"), Special("mask")
 
     @abstractmethod
     def find_special(self, role: str) -> int:
@@ -73,22 +84,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> str:
         """Returns what tokenizer.json holds."""
-
-    @property
-    def pad(self) -> int:
-        return self.find_special("pad")
-
-    @property
-    def bos(self) -> int:
-        return self.find_special("bos")
-
-    @property
-    def eos(self) -> int:
-        return self.find_special("eos")
-
-    @property
-    def mask(self) -> int:
-        return self.find_special("mask")
 
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0]
