@@ -110,10 +110,10 @@ def bench(
     against: Annotated[
         str,
         typer.Option(
-            help="hf: Hugging Face's model by stretto.accelerate; plain: Stretto without techniques; the others: "
-            "Hugging Face's model as it is; '': nobody"
+            help="hf: Hugging Face's model by stretto.accelerate; plain: Stretto without techniques, compiled; eager, "
+            "compile, graphs: Hugging Face's model as it is; liger: with Liger-Kernel's modules; '': nobody"
         ),
-    ] = "hf,plain,eager,compile,graphs",
+    ] = "hf,plain,eager,compile,graphs,liger",
     out: Annotated[Path, typer.Option(help="where numbers, chart and logs go")] = Path("runs/bench"),
     steps: Annotated[int, typer.Option(min=1, help="to time, after warm-up")] = 40,
     override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006

@@ -37,6 +37,7 @@ LIMIT_S = 1800.0  # a contestant that takes longer is stopped
 FUSED = ("stretto", "stretto hf")
 OFF = {section.name: False for section in fields(TechniquesConfig)}
 LEARNING_RATE = 1e-4  # low enough for every model to stay finite on random data
+NEED_GPU = {"hf graphs": "CUDA graphs", "hf liger": "Liger's kernels"}
 TINY = "On a CPU: tiny models and batches instead of the named ones. These numbers say nothing about a GPU."
 
 Result = Mapping[str, Any]  # numbers, or {"failed": reason}, or {"skipped": reason}
@@ -149,8 +150,10 @@ def find_obstacle(workload: Workload, contestant: str, device: torch.device) -> 
         return f"Stretto has no {workload.own['model_type']} of its own"
     if "hf" in contestant and importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: pip install transformers"
-    if contestant == "hf graphs" and device.type == "cpu":
-        return "CUDA graphs need a GPU"
+    if contestant == "hf liger" and importlib.util.find_spec("liger_kernel") is None:
+        return "Liger is not installed: pip install liger-kernel"
+    if contestant in NEED_GPU and device.type == "cpu":
+        return f"{NEED_GPU[contestant]} need a GPU"
     return ""
 
 

@@ -30,8 +30,10 @@ from stretto.precision import autocast, resolve_precision
 from stretto.techniques import find_optimizers, open_techniques
 from stretto.techniques.technique import Context
 
-# How each is compiled; None: not at all.
-MODES: dict[str, dict[str, str] | None] = {"eager": None, "compile": {}, "graphs": {"mode": "reduce-overhead"}}
+# How each is compiled; None: not at all. "liger" is eager, with Liger-Kernel's modules in the place of some.
+MODES: dict[str, dict[str, str] | None] = {
+    "eager": None, "compile": {}, "graphs": {"mode": "reduce-overhead"}, "liger": None,
+}  # fmt: skip
 
 
 def build_peer(
@@ -43,6 +45,8 @@ def build_peer(
     weights: torch.dtype,
 ) -> Contestant:
     model, parameters = _build(config, own, weights, device)
+    if mode == "liger":
+        _use_liger(model)
     options = MODES[mode]
     called: Any = model if options is None else torch.compile(model, **options)  # type: ignore[call-overload]
     batches = [{name: t.to(device) for name, t in to_inputs(draw, config.model).items()} for draw in draws]
@@ -65,6 +69,17 @@ def build_peer(
         return loss.detach()
 
     return Contestant(step, parameters, records=mode == "graphs")
+
+
+def _use_liger(model: Any) -> None:
+    """Does what `use_liger_kernel=True` does in transformers' Trainer, which passes over a model that Liger does not
+    know."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    from transformers.integrations.liger import apply_liger_kernel
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"Liger has nothing for models of type {model.config.model_type!r}")
+    apply_liger_kernel(model, None)  # type: ignore[no-untyped-call]
 
 
 def build_accelerated(

@@ -25,7 +25,7 @@ from stretto.errors import ConfigError, OutOfMemoryError, StrettoError
 from tests.runs import PATIENCE_S
 
 NAME, T5 = "gpt2_small_32x1024", "t5_base_64x512"
-CONTESTANTS = ["stretto", "stretto hf", "stretto plain", "hf eager", "hf compile", "hf graphs"]
+CONTESTANTS = ["stretto", "stretto hf", "stretto plain", "hf eager", "hf compile", "hf graphs", "hf liger"]
 CPU = torch.device("cpu")
 CPU_ONLY = ["run.device=cpu", "train.compile=false"]
 
@@ -51,7 +51,7 @@ def test_names_are_listed_without_importing_anything_heavy() -> None:
 
 @pytest.mark.slow
 def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
-    process = start(tmp_path, "--against", "hf,plain,eager,graphs")
+    process = start(tmp_path, "--against", "hf,plain,eager,graphs,liger")
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     assert contest.TINY in output and "ratio" in output and "graphs need a GPU" in output
@@ -63,6 +63,7 @@ def test_a_whole_run_on_a_cpu(tmp_path: Path) -> None:
     results = saved["workloads"][NAME]["contestants"]
     assert list(results) == [name for name in CONTESTANTS if name != "hf compile"]
     assert results.pop("hf graphs") == {"skipped": "CUDA graphs need a GPU"}
+    assert "Liger" in results.pop("hf liger")["skipped"]
     best = results["hf eager"]["tokens_per_s"]
     for name, result in results.items():
         assert result["tokens_per_s"] == pytest.approx(8 * 64 / (result["step_ms"] / 1e3)), (name, result)
@@ -133,7 +134,7 @@ def test_mistakes_answer_before_anything_runs(tmp_path: Path) -> None:
 def test_contestants_have_one_order() -> None:
     assert contest.choose_contestants([]) == ["stretto"]
     assert contest.choose_contestants(["eager", "hf"]) == ["stretto", "stretto hf", "hf eager"]
-    assert contest.choose_contestants(["graphs", "compile", "eager", "plain", "hf"]) == CONTESTANTS
+    assert contest.choose_contestants(["liger", "graphs", "compile", "eager", "plain", "hf"]) == CONTESTANTS
 
 
 def resolve(name: str, overrides: list[str], out: Path) -> Config:
@@ -169,9 +170,14 @@ def find_obstacles(workload: str, device: torch.device = CPU) -> dict[str, str]:
     return {name: obstacle for name, obstacle in found.items() if obstacle}
 
 
-def test_missing_transformers_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_obstacles(NAME) == {"hf graphs": "CUDA graphs need a GPU"}
+def test_what_is_missing_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert find_obstacles(NAME) == {"hf graphs": "CUDA graphs need a GPU", "hf liger": "Liger's kernels need a GPU"}
     assert find_obstacles(NAME, torch.device("cuda")) == {}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "transformers" else None)
+    assert find_obstacles(NAME, torch.device("cuda")) == {
+        "hf liger": "Liger is not installed: pip install liger-kernel"
+    }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = find_obstacles(NAME)
     assert list(missing) == [name for name in CONTESTANTS if "hf" in name]
@@ -180,7 +186,8 @@ def test_missing_transformers_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_model_that_stretto_has_not_is_for_hugging_faces_contestants(tmp_path: Path) -> None:
     none = "Stretto has no t5 of its own"
-    assert find_obstacles(T5, torch.device("cuda")) == {"stretto": none, "stretto plain": none}
+    obstacles = find_obstacles(T5, torch.device("cuda"))
+    assert {name for name, obstacle in obstacles.items() if obstacle == none} == {"stretto", "stretto plain"}
     with pytest.raises(StrettoError, match="no contestant finished"):
         contest.run_bench([T5], ["plain"], CPU_ONLY, 2, tmp_path)
     results = json.loads((tmp_path / "bench.json").read_text())["workloads"][T5]["contestants"]
