@@ -94,7 +94,7 @@ def short_attention_kernel(
     GROUP: tl.constexpr,  # query heads of a key head
     D: tl.constexpr, CAUSAL: tl.constexpr, P: tl.constexpr,
     HEADS: tl.constexpr,  # heads of a program
-    SINGLE: tl.constexpr,  # a program has one head, and one tile of queries
+    SINGLE: tl.constexpr,  # a program has one head, and one tile of queries: the compiler drops the loop
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,  # queries; all keys of a sequence; channels
 ):  # fmt: skip
     """A program computes some heads of one sequence."""

@@ -264,17 +264,13 @@ def _tile(cols: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(rows * block // 512, 16))}
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
 def launch_embed(a: Forward) -> Tensor:
     if not a.ids.is_cuda:
         check_ranges(a)
     y = _new_y(a.ids, a.token, a.dtype)
     rows, cols = y.shape
     if y.numel():
-        tile, inputs = _tile(cols), _contiguous(*a[:9])  # the tensors, in the order of the kernel
+        tile, inputs = _tile(cols), [None if t is None else t.contiguous() for t in a[:9]]
         _embed_kernel[(cdiv(rows, tile["ROWS"]),)](*inputs, y, rows, cols, a.scale, a.eps, RMS=a.rms, P=a.p, **tile)
     return y
 
@@ -292,7 +288,7 @@ def launch_embed_backward(a: Forward, dy: Tensor) -> tuple[Tensor, Tensor]:
     dx, sums = _new_gradients(dy)
     partial = dy.new_empty(programs, 2, cols, dtype=torch.float32)
     if dx.numel():
-        inputs = _contiguous(*a[:7], a.key)
+        inputs = [None if t is None else t.contiguous() for t in (*a[:7], a.key)]
         _embed_backward_kernel[(programs,)](
             dy, *inputs, dx, partial, rows, cols, dy.stride(0), a.scale, a.eps, RMS=a.rms, P=a.p, **tile
         )
