@@ -76,7 +76,7 @@ def _store_tile(ptr, tile, start, length, stride, D: tl.constexpr, ROWS: tl.cons
 
 @jit
 def _bias_rows(row, width):
-    """Returns the place of a query's bias for key 0 in the table [4, width] of a head: see align_bias in attention.py."""
+    """Returns where in the table [4, width] of a head the bias of a query for key 0 is; attention.py: align_bias."""
     before = width // 2 - row
     shift = -before & 3
     return tl.multiple_of((3 - shift) * width + before + shift, 4)
