@@ -25,8 +25,6 @@ from every `stride`-th row after the forward kernel.
 Shapes: branch, residual, stream, y [T, C], one dtype; weight and biases [C], any float dtype, their gradients in it;
 rows [T], fp32, 0 unless the row's number is a multiple of `stride`; factor [], fp32, read by the backward pass.
 Saved for backward: stream; rows; stats, fp32, [2, C] (mean, variance) or [2, 0] (token); the dropout key.
-Error: outputs and gradients are at most twice as far from fp64 as plain torch that works in fp32 between the rounded
-tensors.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ that needs no gradient: computed once by the model's own formula they are exact 
 computes its own frequencies is not (at position 1e5 the last bit of a frequency turns the angle by 0.01).
 
 Backward is two steps. The first gathers x again instead of keeping it and goes back through dropout and norm to dx
-[T, C] in the dtype of dy. Its programs walk over the rows and keep the sums over rows that are the gradients of the
-norm's parameters in registers; the programs' sums are then added up in a fixed order. Without a norm it is the backward
-pass of dropout, or nothing.
+[T, C] in the dtype of dy, and to the sums over rows that are the gradients of the norm's parameters (sums.py). Without
+a norm it is the backward pass of dropout, or nothing.
 
 The second step makes the gradient of a table: row i is the sum of dx over the tokens that looked up i. The ids are
 sorted, which brings the tokens of one row together into a run, and each run is added up in order, in fp32, rounded

@@ -21,14 +21,11 @@ Backward, with g = dy * weight and xhat = (stream - mean) * rstd, averages over 
     dbranch   = scale * dresidual / (1 - p) where the element was kept, else 0        (neither: the same tensor)
     dweight, dnorm_bias, dbranch_bias = sums over rows of dy * xhat, dy, dbranch
 
-One kernel reads dy, dstream and stream once and keeps the three sums in registers; a second small kernel adds up the
-programs' sums in a fixed order, so results repeat bit for bit.
+One kernel reads dy, dstream and stream once and keeps the three sums in registers.
 
 Shapes: residual and stream [T, C]; branch and y the same, or [rows, C] with `branch_at` and `y_at`; all of one dtype;
 weight and biases [C], any float dtype, their gradients in it. Saved for backward: stream; stats, fp32, [2, rows of y]
 (rstd, mean) or [1, rows of y] (RMSNorm: rstd); the dropout key, scale and places.
-Error: outputs and gradients are at most twice as far from fp64 as plain torch that works in fp32 between the rounded
-tensors.
 """
 
 from __future__ import annotations
