@@ -212,14 +212,9 @@ class _ProjectHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        parts: list[int],
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+        parts: tuple[int, ...],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         need_x, need_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None, cos, sin)
         ctx.bias_dtype = None if bias is None else bias.dtype
