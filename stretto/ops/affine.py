@@ -252,5 +252,7 @@ def add_affine(
         raise ValueError(f"add_affine takes an axis of {', '.join(AXES)}, not {axis!r}")
     if branch is None and branch_bias is not None:
         raise ValueError("add_affine takes a branch_bias only with a branch")
-    a = (branch, residual, branch_bias, weight, bias, p, key, post)
-    return shared.add(_add_affine, "add_affine", a, rows, factor, stride, axis)
+    p, key = shared.check_sum("add_affine", branch, residual, p, key)
+    pull = (rows, factor, stride, axis)
+    y, stream, _ = _add_affine(branch, residual, branch_bias, weight, bias, p, key, post, *pull)
+    return shared.choose_results(branch, residual, y, stream, post)

@@ -245,9 +245,10 @@ def add_norm(
         if at is not None and (at.shape != residual.shape[:1] or at.dtype != torch.int32):
             raise ValueError(f"add_norm takes places [{len(residual)}], int32, not {list(at.shape)}, {at.dtype}")
     check_width(residual, branch_bias, weight, norm_bias)
-    a = (branch, residual, branch_bias, weight, norm_bias, p, key, post)
+    p, key = shared.check_sum("add_norm", branch, residual, p, key, branch_at is None)
     places = (scale, branch_at, y_at, len(residual) if y_at is None else y_rows)
-    return shared.add(_add_norm, "add_norm", a, eps, rms, *places, all_tokens=branch_at is None)
+    y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, p, key, post, eps, rms, *places)
+    return shared.choose_results(branch, residual, y, stream, post)
 
 
 def norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:
