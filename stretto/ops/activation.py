@@ -17,9 +17,7 @@ rounding at the end, forward and backward (fp64 inputs: fp64 on a CPU).
 
 Saved for backward: x, bias and the dropout key; relu saves h alone, since h > 0 exactly where an element was positive
 and kept. The backward pass gives dx and, if asked, two things for no further reading: h once more, for a caller that
-did not keep it, with the very bits of the forward pass; and dbias, the column sums of dx before its rounding. The sums
-are deterministic: each program walks down its own rows of one block of columns with fp32 accumulators, and one line per
-program is added up at the end, without atomics.
+did not keep it, with the very bits of the forward pass; and dbias, the column sums of dx before its rounding (sums.py).
 
 Traffic in bf16: 4 bytes an element of h forward (gated 6), 6 backward (gated 10), 2 more where h is wanted.
 """

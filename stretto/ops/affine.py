@@ -25,8 +25,6 @@ from every `stride`-th row after the forward kernel.
 Shapes: branch, residual, stream, y [T, C], one dtype; weight and biases [C], any float dtype, their gradients in it;
 rows [T], fp32, 0 unless the row's number is a multiple of `stride`; factor [], fp32, read by the backward pass.
 Saved for backward: stream; rows; stats, fp32, [2, C] (mean, variance) or [2, 0] (token); the dropout key.
-Error: outputs and gradients are at most twice as far from fp64 as plain torch that works in fp32 between the rounded
-tensors.
 """
 
 from __future__ import annotations
@@ -254,5 +252,7 @@ def add_affine(
         raise ValueError(f"add_affine takes an axis of {', '.join(AXES)}, not {axis!r}")
     if branch is None and branch_bias is not None:
         raise ValueError("add_affine takes a branch_bias only with a branch")
-    a = (branch, residual, branch_bias, weight, bias, p, key, post)
-    return shared.add(_add_affine, "add_affine", a, rows, factor, stride, axis)
+    p, key = shared.check_sum("add_affine", branch, residual, p, key)
+    pull = (rows, factor, stride, axis)
+    y, stream, _ = _add_affine(branch, residual, branch_bias, weight, bias, p, key, post, *pull)
+    return shared.choose_results(branch, residual, y, stream, post)

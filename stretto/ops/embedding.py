@@ -9,9 +9,8 @@ that needs no gradient: computed once by the model's own formula they are exact 
 computes its own frequencies is not (at position 1e5 the last bit of a frequency turns the angle by 0.01).
 
 Backward is two steps. The first gathers x again instead of keeping it and goes back through dropout and norm to dx
-[T, C] in the dtype of dy. Its programs walk over the rows and keep the sums over rows that are the gradients of the
-norm's parameters in registers; the programs' sums are then added up in a fixed order. Without a norm it is the backward
-pass of dropout, or nothing.
+[T, C] in the dtype of dy, and to the sums over rows that are the gradients of the norm's parameters (sums.py). Without
+a norm it is the backward pass of dropout, or nothing.
 
 The second step makes the gradient of a table: row i is the sum of dx over the tokens that looked up i. The ids are
 sorted, which brings the tokens of one row together into a run, and each run is added up in order, in fp32, rounded
@@ -264,17 +263,13 @@ def _tile(cols: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(rows * block // 512, 16))}
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
 def launch_embed(a: Forward) -> Tensor:
     if not a.ids.is_cuda:
         check_ranges(a)
     y = _new_y(a.ids, a.token, a.dtype)
     rows, cols = y.shape
     if y.numel():
-        tile, inputs = _tile(cols), _contiguous(*a[:9])  # the tensors, in the order of the kernel
+        tile, inputs = _tile(cols), [None if t is None else t.contiguous() for t in a[:9]]
         _embed_kernel[(cdiv(rows, tile["ROWS"]),)](*inputs, y, rows, cols, a.scale, a.eps, RMS=a.rms, P=a.p, **tile)
     return y
 
@@ -292,7 +287,7 @@ def launch_embed_backward(a: Forward, dy: Tensor) -> tuple[Tensor, Tensor]:
     dx, sums = _new_gradients(dy)
     partial = dy.new_empty(programs, 2, cols, dtype=torch.float32)
     if dx.numel():
-        inputs = _contiguous(*a[:7], a.key)
+        inputs = [None if t is None else t.contiguous() for t in (*a[:7], a.key)]
         _embed_backward_kernel[(programs,)](
             dy, *inputs, dx, partial, rows, cols, dy.stride(0), a.scale, a.eps, RMS=a.rms, P=a.p, **tile
         )

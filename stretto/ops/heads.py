@@ -14,8 +14,7 @@ wherever they are, rotates back (the angles with the other sign), writes the mat
 would rotate in kernels of their own, copy the parts together and read the matrix once more for the bias.
 
 The kernel moves tiles of [ROWS, GROUP heads, D/2], one tile for each half of a head, so that the angles of a token are
-read once for a group of heads. Its programs walk over the rows and keep column sums in registers; the programs' sums
-are then added up in a fixed order, so results repeat bit for bit. All of its arithmetic is fp32.
+read once for a group of heads. Column sums are taken as sums.py says. All of its arithmetic is fp32.
 
 Any list of parts will do: queries alone, or the keys and values of all layers that attend to one encoder. For queries
 and keys that no projection made, `rotate_heads` runs the same kernel, one pass forward and one backward.
@@ -213,14 +212,9 @@ class _ProjectHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        parts: list[int],
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+        parts: tuple[int, ...],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         need_x, need_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None, cos, sin)
         ctx.bias_dtype = None if bias is None else bias.dtype

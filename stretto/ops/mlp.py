@@ -28,21 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ops.activation import (
-    GATES,
-    activate_backward_ref,
-    activate_ref,
-    check_activation,
-    launch_activate,
-    launch_activate_backward,
-)
+from stretto.ops import activation
+from stretto.ops.activation import GATES, check_activation
 from stretto.ops.language import product_dtype, runs_kernels, wide_dtype
 from stretto.ops.op import Op, fill_in
 from stretto.ops.products import compute_dweight, compute_some_gradients, multiply
 
 
 def _activate(pre: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    return (launch_activate if runs_kernels(pre) else activate_ref)(pre, bias, kind, p, key)
+    return (activation.launch_activate if runs_kernels(pre) else activation.activate_ref)(pre, bias, kind, p, key)
 
 
 def run_mlp(
@@ -98,9 +92,9 @@ def run_down_backward(
         dh, dweight = compute_some_gradients(dout, h if need_weight else None, weight)
         wanted = (kind, p, key, want_h, need_bias)
         if runs_kernels(dout):
-            dpre, again, dbias = launch_activate_backward(dh, kept, bias, *wanted, overwrite_dh=True)
+            dpre, again, dbias = activation.launch_activate_backward(dh, kept, bias, *wanted, overwrite_dh=True)
         else:
-            dpre, again, dbias = activate_backward_ref(dh, kept, bias, *wanted)
+            dpre, again, dbias = activation.activate_backward_ref(dh, kept, bias, *wanted)
         h = again if want_h else h
         del again, dh
     elif want_h:

@@ -21,14 +21,11 @@ Backward, with g = dy * weight and xhat = (stream - mean) * rstd, averages over 
     dbranch   = scale * dresidual / (1 - p) where the element was kept, else 0        (neither: the same tensor)
     dweight, dnorm_bias, dbranch_bias = sums over rows of dy * xhat, dy, dbranch
 
-One kernel reads dy, dstream and stream once and keeps the three sums in registers; a second small kernel adds up the
-programs' sums in a fixed order, so results repeat bit for bit.
+One kernel reads dy, dstream and stream once and keeps the three sums in registers.
 
 Shapes: residual and stream [T, C]; branch and y the same, or [rows, C] with `branch_at` and `y_at`; all of one dtype;
 weight and biases [C], any float dtype, their gradients in it. Saved for backward: stream; stats, fp32, [2, rows of y]
 (rstd, mean) or [1, rows of y] (RMSNorm: rstd); the dropout key, scale and places.
-Error: outputs and gradients are at most twice as far from fp64 as plain torch that works in fp32 between the rounded
-tensors.
 """
 
 from __future__ import annotations
@@ -248,9 +245,10 @@ def add_norm(
         if at is not None and (at.shape != residual.shape[:1] or at.dtype != torch.int32):
             raise ValueError(f"add_norm takes places [{len(residual)}], int32, not {list(at.shape)}, {at.dtype}")
     check_width(residual, branch_bias, weight, norm_bias)
-    a = (branch, residual, branch_bias, weight, norm_bias, p, key, post)
+    p, key = shared.check_sum("add_norm", branch, residual, p, key, branch_at is None)
     places = (scale, branch_at, y_at, len(residual) if y_at is None else y_rows)
-    return shared.add(_add_norm, "add_norm", a, eps, rms, *places, all_tokens=branch_at is None)
+    y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, p, key, post, eps, rms, *places)
+    return shared.choose_results(branch, residual, y, stream, post)
 
 
 def norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:

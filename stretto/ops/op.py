@@ -48,11 +48,10 @@ class Op:
     def __init__(
         self, name: str, body: Body, kernel: Body | None = None, *, fake: Body, tags: Sequence[torch.Tag] = ()
     ) -> None:
-        types, arguments = read_types(body)
+        schema, names, arguments = infer_schema(body)
         bodies = {"cpu": kernel if kernel and INTERPRET else body, "cuda": kernel or body}
         self.bodies = bodies if arguments is None else {k: pack_arguments(f, arguments) for k, f in bodies.items()}
         self.functions: dict[str, Any] = {}  # the bodies as autograd.Functions, if the op has gradients
-        schema = infer_schema(types)
         self.has_lists = "Tensor[]" in schema
         options: dict[str, Any] = {"mutates_args": (), "device_types": "cpu" if kernel else None, "schema": schema}
         self.definition = torch.library.custom_op(f"stretto::{name}", self.bodies["cpu"], tags=tags, **options)
@@ -60,7 +59,7 @@ class Op:
             self.definition.register_kernel("cuda")(self.bodies["cuda"])
         self.overload: Any = getattr(torch.ops.stretto, name).default  # the op as torch sees it
         needed = inspect.signature(fake).parameters.values()
-        places = [list(types).index(parameter.name) for parameter in needed if parameter.default is parameter.empty]
+        places = [names.index(parameter.name) for parameter in needed if parameter.default is parameter.empty]
         self.definition.register_fake(lambda *args: fake(*(args[i] for i in places)))
 
     def gradient(self, save: Callable[..., None]) -> Callable[[Body], Body]:
@@ -95,31 +94,26 @@ class Op:
         return self.functions[device].apply(*args)
 
 
-def read_types(body: Body) -> tuple[dict[str, Any], Any]:
-    """The types of the arguments and of the "return" of an op with this body, and the NamedTuple that the body takes,
-    or None."""
-    types = get_type_hints(body)
-    name, first = next(iter(types.items()))
-    if not hasattr(first, "_fields"):
-        return types, None
-    del types[name]
-    return get_type_hints(first) | types, first
+def infer_schema(body: Body) -> tuple[str, list[str], Any]:
+    """The schema of an op with this body, the names of its arguments, and the NamedTuple that it takes, or None."""
+
+    def prototype() -> None: ...
+
+    types, kind = get_type_hints(body), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    result, name, first = types.pop("return"), *next(iter(types.items()))
+    arguments = first if hasattr(first, "_fields") else None
+    if arguments is not None:
+        types = get_type_hints(types.pop(name)) | types
+    parameters = [inspect.Parameter(name, kind, annotation=type) for name, type in types.items()]
+    signature = inspect.Signature(parameters, return_annotation=result)
+    prototype.__signature__ = signature  # type: ignore[attr-defined]
+    return torch.library.infer_schema(prototype, mutates_args=()), list(types), arguments
 
 
 def pack_arguments(function: Body, arguments: Any) -> Body:
     """The function of a NamedTuple and more as a function of the fields of the tuple and more."""
     new, count = tuple.__new__, len(arguments._fields)  # `new` takes a third of the time of `_make`, which counts
     return lambda *args: function(new(arguments, args[:count]), *args[count:])
-
-
-def infer_schema(types: dict[str, Any]) -> str:
-    def prototype() -> None: ...
-
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind, annotation=type) for name, type in types.items() if name != "return"]
-    signature = inspect.Signature(parameters, return_annotation=types["return"])
-    prototype.__signature__ = signature  # type: ignore[attr-defined]
-    return torch.library.infer_schema(prototype, mutates_args=())
 
 
 def fill_in(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -238,10 +238,10 @@ class Again(torch.autograd.Function):
         return None, dy
 
 
-def add(op: Any, name: str, a: tuple[Any, ...], *own: Any, all_tokens: bool = True) -> tuple[Tensor, Tensor]:
-    """Calls a forward op with the fields of `Forward` and `own` arguments, and returns y and what the next branch is
-    added to. `all_tokens`: the branch has a row for each token."""
-    branch, residual, *parameters, p, key, post = a
+def check_sum(
+    name: str, branch: Tensor | None, residual: Tensor, p: float, key: Tensor | None, all_tokens: bool = True
+) -> tuple[float, Tensor | None]:
+    """Returns p and key, or 0 and None where nothing is dropped. `all_tokens`: the branch has a row for each token."""
     if branch is not None and (branch.dtype != residual.dtype or (all_tokens and branch.shape != residual.shape)):
         raise ValueError(
             f"{name} takes branch and residual of one shape and dtype, "
@@ -249,8 +249,13 @@ def add(op: Any, name: str, a: tuple[Any, ...], *own: Any, all_tokens: bool = Tr
         )
     if not 0 <= p < 1 or (p > 0 and branch is not None and (key is None or key.shape != (2,))):
         raise ValueError(f"{name} takes 0 <= p < 1, and a key [2] with p > 0, not p = {p} and key = {key}")
-    drops = p > 0 and branch is not None
-    y, stream, _ = op(branch, residual, *parameters, p if drops else 0.0, key if drops else None, post, *own)
+    return (p, key) if p > 0 and branch is not None else (0.0, None)
+
+
+def choose_results(
+    branch: Tensor | None, residual: Tensor, y: Tensor, stream: Tensor, post: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns y and what the next branch is added to."""
     if branch is None:
         return y, y if post else residual
     return y, Again.apply(y, stream) if post else stream

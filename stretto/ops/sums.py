@@ -1,4 +1,4 @@
-"""The last step of kernels whose programs walk over rows and keep column sums: the programs' sums are added up.
+"""The last step of kernels whose programs walk over rows and keep column sums in registers: adding the programs' sums.
 
     total[i, c] = sum over programs p of partial[p, i, c]
 

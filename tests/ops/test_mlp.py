@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
+from stretto.ops import activation
 from stretto.ops import mlp as family
 from stretto.ops.activation import GATES, KINDS, activate_ref
 from stretto.ops.mlp import activate_linear, mlp
@@ -258,13 +259,13 @@ def test_a_wrong_recomputation_would_be_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     parity(recompute=True)
     for name in ("launch_activate_backward", "activate_backward_ref"):
-        right = getattr(family, name)
+        right = getattr(activation, name)
 
         def wrong(dh: Tensor, *given: Any, right: Any = right, **named: Any) -> Any:
             dx, h, dbias = right(dh, *given, **named)
             return dx, family._activate(*given[:3], 0.0, None) if h.numel() else h, dbias
 
-        monkeypatch.setattr(family, name, wrong)
+        monkeypatch.setattr(activation, name, wrong)
     parity(recompute=False)
     with pytest.raises(AssertionError, match="result 4"):
         parity(recompute=True)
