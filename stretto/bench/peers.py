@@ -35,13 +35,9 @@ MODES: dict[str, dict[str, str] | None] = {"eager": None, "compile": {}, "graphs
 
 
 def build_peer(
-    config: Config,
-    own: Mapping[str, Any],
-    draws: Sequence[Batch],
-    mode: str,
-    device: torch.device,
+    config: Config, own: Mapping[str, Any], draws: Sequence[Batch], mode: str, device: torch.device,
     weights: torch.dtype,
-) -> Contestant:
+) -> Contestant:  # fmt: skip
     model, parameters = _build(config, own, weights, device)
     options = MODES[mode]
     called: Any = model if options is None else torch.compile(model, **options)  # type: ignore[call-overload]
