@@ -101,16 +101,9 @@ def gathered_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: int, eleme
 
 
 def rank_memory(
-    cfg: ModelConfig,
-    method: str,
-    ranks: int,
-    tokens: int,
-    sharded: bool = True,
-    element: int = 2,
-    reduced: int = 4,
-    keep: bool = False,
-    recompute: bool = False,
-) -> Memory:
+    cfg: ModelConfig, method: str, ranks: int, tokens: int, sharded: bool = True, element: int = 2, reduced: int = 4,
+    keep: bool = False, recompute: bool = False,
+) -> Memory:  # fmt: skip
     """Computes the memory of one rank of a decoder. `sharded`: weights, gradients and moments are divided among the
     ranks (FSDP), as megatron's are in any case."""
     block, outside = count_parameters(cfg)
@@ -180,18 +173,9 @@ class StepTime:
 
 
 def compose_step(
-    cfg: ModelConfig,
-    method: str,
-    ranks: int,
-    link: Link,
-    rest: Pass,
-    blocks: Sequence[Pass],
-    outside: float,
-    traffic: Traffic,
-    sharded: bool = True,
-    element: int = 2,
-    reduced: int = 4,
-) -> StepTime:
+    cfg: ModelConfig, method: str, ranks: int, link: Link, rest: Pass, blocks: Sequence[Pass], outside: float,
+    traffic: Traffic, sharded: bool = True, element: int = 2, reduced: int = 4,
+) -> StepTime:  # fmt: skip
     """Composes a step from the times of one layer's work (`rest` and blocks of attention) and of the work outside of
     layers. Messages of weights hide behind work that hides no other message; weights outside of blocks are gathered
     before everything else, and their gradients reduced after it."""

@@ -155,13 +155,9 @@ class MegatronBlock(FusedBlock):
 
 
 def build_block(
-    cfg: ModelConfig,
-    way: Way,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    cfg: ModelConfig, way: Way, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype,
     recompute: bool = False,
-) -> FusedBlock:
+) -> FusedBlock:  # fmt: skip
     """Builds a block with this rank's weights: all, or megatron's rows and columns of a block that all ranks share."""
     torch.manual_seed(0)
     with device:

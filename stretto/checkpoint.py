@@ -193,11 +193,9 @@ def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
     """Reads a checkpoint that `find_newest` or `find_best` has verified."""
     checkpoint = folder / f"step-{step:08d}"
     try:
-        return Snapshot(
-            load_file(checkpoint / "model.safetensors"),
-            load_file(checkpoint / "optimizer.safetensors") if moments else {},
-            _read_state(checkpoint),
-        )
+        weights = load_file(checkpoint / "model.safetensors")
+        kept = load_file(checkpoint / "optimizer.safetensors") if moments else {}
+        return Snapshot(weights, kept, _read_state(checkpoint))
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
 

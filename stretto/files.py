@@ -65,12 +65,7 @@ def sync(path: Path) -> None:
 
 def refuse_links(run: Path) -> None:
     """Raises a `CheckpointError` if anything that a run writes to is a link. The run folder itself may be one."""
-    inside = (
-        Path(folder) / name
-        for top in RUN_FOLDERS
-        for folder, folders, files in os.walk(run / top)
-        for name in (*folders, *files)
-    )
+    inside = (path for top in RUN_FOLDERS for path in (run / top).rglob("*"))
     for path in (*(run / name for name in (*RUN_FILES, *RUN_FOLDERS)), *inside):
         if path.is_symlink():
             raise CheckpointError(

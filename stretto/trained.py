@@ -77,7 +77,6 @@ def write_folded(target: Path, trained: Trained) -> None:
     shot = checkpoint.Snapshot(weights, {}, {"step": trained.step, "best_step": trained.step})
     checkpoint.save(target / "checkpoints", shot, keep=1)
     if trained.tokenizer is not None:
-        (target / "data").mkdir()
         trained.tokenizer.save(target / "data" / "tokenizer.json")
     off = {technique.name: None for technique in changes if hasattr(config.techniques, technique.name)}
     techniques = replace(config.techniques, **off)

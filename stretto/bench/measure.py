@@ -210,12 +210,8 @@ def find_floor(
     flops_per_s, bytes_per_s = measure_ceilings(device, precision)
     optimizer_bytes = OPTIMIZER_VALUES * sum(p.numel() * p.element_size() for p in parameters)
     floor_ms = 1e3 * (work.flops / work.num_batches / flops_per_s + optimizer_bytes / bytes_per_s)
-    return {
-        "matmul_tflops": flops_per_s / 1e12,
-        "copy_tb_per_s": bytes_per_s / 1e12,
-        "floor_ms": floor_ms,
-        "floor_share": floor_ms / step_ms,
-    }
+    rates = {"matmul_tflops": flops_per_s / 1e12, "copy_tb_per_s": bytes_per_s / 1e12}
+    return rates | {"floor_ms": floor_ms, "floor_share": floor_ms / step_ms}
 
 
 def measure_ceilings(device: torch.device, precision: torch.dtype) -> tuple[float, float]:

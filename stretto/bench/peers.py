@@ -37,13 +37,9 @@ MODES: dict[str, dict[str, str] | None] = {
 
 
 def build_peer(
-    config: Config,
-    own: Mapping[str, Any],
-    draws: Sequence[Batch],
-    mode: str,
-    device: torch.device,
+    config: Config, own: Mapping[str, Any], draws: Sequence[Batch], mode: str, device: torch.device,
     weights: torch.dtype,
-) -> Contestant:
+) -> Contestant:  # fmt: skip
     model, parameters = _build(config, own, weights, device)
     if mode == "liger":
         _use_liger(model)

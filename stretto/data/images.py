@@ -200,10 +200,6 @@ class ImageData(Data):
         )
 
     def _batch(self, images: Images, samples: Int64s) -> Batch:
-        count = len(samples)
-        return Batch(
-            labels=torch.from_numpy(images.labels[samples]),
-            counts=Counts(tokens=count, slots=count, labels=count, pairs=0),
-            samples=tuple(samples.tolist()),
-            pixels=images.read(samples.tolist(), self._image_size),
-        )
+        count, chosen = len(samples), samples.tolist()
+        labels, pixels = torch.from_numpy(images.labels[samples]), images.read(chosen, self._image_size)
+        return Batch(labels, Counts(count, count, count, pairs=0), tuple(chosen), pixels=pixels)

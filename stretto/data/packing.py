@@ -5,7 +5,6 @@ Both forms take the ids of all sequences as one flat run, and the length of each
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,10 @@ def to_tensor(values: Ints) -> Tensor:
 
 def count(lengths: Int64s, slots: int, labels: int, source: Int64s | None = None, source_slots: int = 0) -> Counts:
     """Counts what speed and MFU are measured in, given the lengths of all sequences."""
-    counts = Counts(int(lengths.sum()), slots, labels, pairs=int((lengths**2).sum()))
+    own = int(lengths.sum()), slots, labels, int((lengths**2).sum())
     if source is None:
-        return counts
-    return replace(
-        counts,
-        source_tokens=int(source.sum()),
-        source_slots=source_slots,
-        source_pairs=int((source**2).sum()),
-        cross_pairs=int((lengths * source).sum()),
-    )
+        return Counts(*own)
+    return Counts(*own, int(source.sum()), source_slots, int((source**2).sum()), int((lengths * source).sum()))
 
 
 def count_positions(lengths: Int64s) -> Int64s:

@@ -180,13 +180,7 @@ class PairData(Data):
         counts = count(target_lengths, slots, len(labels), source_lengths, source_slots)
         if self._cfg.layout == "padded":
             labels = spread(labels, find_slots(target_lengths, inputs.layout.max_len), slots, IGNORE)
-        return Batch(
-            labels=to_tensor(labels),
-            counts=counts,
-            samples=tuple(pairs.tolist()),
-            inputs=inputs,
-            source=source_inputs,
-        )
+        return Batch(to_tensor(labels), counts, tuple(pairs.tolist()), inputs, source=source_inputs)
 
     def _arrange(self, ids: Int64s, lengths: Int64s) -> Sequences:
         longest = int(lengths.max())

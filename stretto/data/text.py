@@ -158,10 +158,6 @@ class TextData(Data):
                 labels = spread(labels, slots, inputs.ids.numel(), IGNORE)
             else:
                 label_at = slots[label_at]
-        return Batch(
-            labels=to_tensor(labels),
-            counts=count(lengths, inputs.ids.numel(), num_labels),
-            samples=tuple(windows),
-            inputs=inputs,
-            label_at=None if label_at is None else to_tensor(label_at),
-        )
+        counts = count(lengths, inputs.ids.numel(), num_labels)
+        places = None if label_at is None else to_tensor(label_at)
+        return Batch(to_tensor(labels), counts, tuple(windows), inputs, places)

@@ -83,14 +83,8 @@ def write_tokens(path: Path, documents: Documents, tokenizer: Tokenizer, made_fr
             raise DataError(f"{documents.name} changed while it was read: run again")
         file.seek(_HEADER_END)
         file.write(np.asarray(starts, np.int64).tobytes())
-        header = {
-            "version": _VERSION,
-            "dtype": dtype.name,
-            "tokens": length,
-            "documents": documents.count,
-            "sha256": _checksum(file),
-            "made_from": made_from,
-        }
+        header = {"version": _VERSION, "dtype": dtype.name, "tokens": length, "documents": documents.count}
+        header |= {"sha256": _checksum(file), "made_from": made_from}
         file.seek(0)
         file.write(_MAGIC + json.dumps(header).encode().ljust(_HEADER_END - len(_MAGIC)))
 
