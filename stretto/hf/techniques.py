@@ -29,7 +29,7 @@ from stretto.hf import find
 from stretto.hf.defer import compute, current_call
 from stretto.hf.find import Site, Stack, acts_as_norm, argument_names, find_owners, given_arguments, quietly
 from stretto.hf.modules import SAY_STEP, RuledNorm, Tokens, hands_on
-from stretto.hf.trial import Journal, compare_module, kind_of
+from stretto.hf.trial import Journal, judge_kinds, kind_of
 from stretto.techniques.technique import POST_NORM, R, Switch
 
 ANOTHER_FUNCTION = ": what save_pretrained writes is another function without it"
@@ -205,16 +205,13 @@ def _inspect(
 
 def _judge_norms(model: nn.Module, name: str) -> list[Site]:
     """All norms, with the reason why one has to stay."""
-    problems: dict[Any, str | None] = {}
-    norms = []
-    for site in (site for site in find.find_sites(model) if site.role == "norm"):
-        key = kind_of(site)
-        if key not in problems:
-            problems[key] = site.problem or compare_module(site)
+    sites = [site for site in find.find_sites(model) if site.role == "norm"]
+    problems, norms = judge_kinds(sites), []
+    for site in sites:
         owner = next((owner for _, owner in find_owners(model, site.name)), None)
         in_head = owner is None or "labels" in argument_names(owner)
         unknown = "it is in a head: which tokens a head is given is not known" if in_head else None
-        norms.append(replace(site, role=name, problem=problems[key] or unknown, remark=ANOTHER_FUNCTION))
+        norms.append(replace(site, role=name, problem=problems[kind_of(site)] or unknown, remark=ANOTHER_FUNCTION))
     return norms
 
 
