@@ -138,10 +138,8 @@ def enter(
         call.chain = () if recomputed or any(map(is_touched, layers)) else layers[:-1]
     set_call(call)
     unwanted = seat.works_without_cache and model.training and not call.request.as_tuple
-    if unwanted and "use_cache" in names and given.get("use_cache") is None:
-        args, kwargs = find.replace_arguments(
-            model, args, kwargs, use_cache=False
-        )  # nobody reads a cache while training
+    if unwanted and "use_cache" in names and given.get("use_cache") is None:  # nobody reads a cache while training
+        args, kwargs = find.replace_arguments(model, args, kwargs, use_cache=False)
         given["use_cache"] = False
     if seat.stack is not None and seat.stack.is_whole():
         _decide(call, seat.stack, given, seat.unpad and not call.rectangle, seat.packed)
