@@ -31,9 +31,7 @@ class Family:
     demands: Mapping[str, Any]  # options that Stretto lacks, and the only value that it can do: their default
     defaults: Mapping[str, Any]  # values of keys that a config.json may leave out
     classifier: str = ""  # name of the class with a classification head
-    reads: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # our keys and values for reading; a written model may differ
+    reads: Mapping[str, Any] = field(default_factory=dict)  # our keys and values where a written model may differ
 
 
 _PLAIN = {"norm": "layernorm", "bias": True, "embed_scale": False, "embed_norm": False}
@@ -173,7 +171,10 @@ def convert_config(kind: str, config: Mapping[str, Any], where: str) -> dict[str
         key: _read(where, config, key, names) for key, names in family.keys.items()
     }
     if "activation" in family.keys:
-        found["activation"] = _read_activation(where, found["activation"])
+        name = found["activation"]
+        if name not in ACTIVATIONS:
+            raise ConfigError(f"{where} has the activation {name!r}; Stretto has {', '.join(ACTIVATIONS)} here")
+        found["activation"] = ACTIVATIONS[name]
     found["mlp_width"] = found["mlp_width"] or 4 * found["width"]
     if kind == "llama":
         found |= _read_rope(where, config)
@@ -192,12 +193,6 @@ def _read(where: str, config: Mapping[str, Any], key: str, names: tuple[str, ...
     if len(set(said.values())) > 1 and key not in CHOICES:
         raise ConfigError(f"{where} has {_list(said)}; Stretto has one model.{key} for both")
     return next(iter(said.values()), None)
-
-
-def _read_activation(where: str, name: Any) -> str:
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"{where} has the activation {name!r}; Stretto has {', '.join(ACTIVATIONS)} here")
-    return ACTIVATIONS[name]
 
 
 def _read_rope(where: str, config: Mapping[str, Any]) -> dict[str, Any]:

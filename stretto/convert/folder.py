@@ -50,12 +50,8 @@ class Tensors:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            self._files = {
-                name: file
-                for path in _find_files(folder)
-                for file in [_open(path)]
-                for name in file.keys()  # noqa: SIM118
-            }
+            files: list[Any] = [safe_open(path, framework="pt") for path in _find_files(folder)]
+            self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 
@@ -71,10 +67,6 @@ class Tensors:
         if not value.is_floating_point():
             raise CheckpointError(f"{self._folder}: {name} is {value.dtype}; quantised weights cannot be trained")
         return value.float()
-
-
-def _open(path: Path) -> Any:
-    return safe_open(path, framework="pt")
 
 
 def _find_files(folder: Path) -> list[Path]:
@@ -150,7 +142,8 @@ def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels
         draft.mkdir(parents=True)
         config.save_pretrained(draft)
         if config.model_type == "llama":  # transformers 5 has written rope_parameters, where 4 does not look
-            _add_keys(draft / "config.json", write_rope(asdict(model.cfg)))
+            written = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+            _write_json(draft / "config.json", written | write_rope(asdict(model.cfg)))
         weights = to_theirs(config.architectures[0], model.cfg, {k: take(v) for k, v in model.state_dict().items()})
         save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
         if model.cfg.kind in ("decoder", "encoder-decoder"):
@@ -159,7 +152,7 @@ def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels
         if tokenizer is not None:
             write_tokenizer(draft, tokenizer, model.cfg)
         if model.cfg.kind == "vit":
-            (draft / "preprocessor_config.json").write_text(json.dumps(_describe_pixels(model.cfg), indent=2) + "\n")
+            _write_json(draft / "preprocessor_config.json", _describe_pixels(model.cfg))
         draft.rename(target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -182,9 +175,8 @@ def build_config(cfg: ModelConfig, tokenizer: Tokenizer | None, labels: Sequence
     return config
 
 
-def _add_keys(path: Path, values: Mapping[str, Any]) -> None:
-    text = json.dumps(json.loads(path.read_text(encoding="utf-8")) | values, indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _describe_pixels(cfg: ModelConfig) -> dict[str, Any]:
@@ -239,8 +231,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, cfg: ModelConfig) -> Non
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer.json").write_text(inner.to_str(pretty=True), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | names, indent=2) + "\n", encoding="utf-8")
-    (folder / "special_tokens_map.json").write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / "tokenizer_config.json", settings | names)
+    _write_json(folder / "special_tokens_map.json", names)
 
 
 def to_library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:

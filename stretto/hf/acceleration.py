@@ -28,7 +28,7 @@ from stretto.hf.defer import UNTRIED, Call, Request, Tried, calling
 from stretto.hf.find import NAME, Site, Stack, argument_names, find_activation, find_owners
 from stretto.hf.modules import Parts, is_touched
 from stretto.hf.techniques import Gate, Handles, SwitchedLayer
-from stretto.hf.trial import Journal, Stage, Unit, checked_indices, compare_module, find_stand_ins, kind_of
+from stretto.hf.trial import Journal, Stage, Unit, checked_indices, find_stand_ins, judge_kinds, kind_of
 from stretto.hf.unpad import Outside, Seat
 from stretto.techniques import Techniques, open_outside
 from stretto.techniques.technique import Context
@@ -45,9 +45,6 @@ class Line:
     problem: str | None  # reason why they stay as they are
     remark: str = ""  # exceptions, where they do not
 
-    def say(self) -> str:
-        return self.problem or "yes" + self.remark
-
 
 @dataclass(frozen=True)
 class Report:
@@ -57,7 +54,10 @@ class Report:
 
     def __str__(self) -> str:
         rows = [("role", "modules", "", "")]
-        rows += [(line.role, line.names or "(the model)", f"x {line.count}", line.say()) for line in self.lines]
+        for line in self.lines:
+            rows.append(
+                (line.role, line.names or "(the model)", f"x {line.count}", line.problem or "yes" + line.remark)
+            )
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join("  ".join([*map(str.ljust, row, widths), row[3]]).rstrip() for row in rows)
 
@@ -276,9 +276,7 @@ class Exchanges:
         """Exchanges modules with parameters of their own: each kind is tried by itself, and then all of them at once
         where they are. If that gives another result, each kind is tried where it is."""
         ordered = sorted((site for site in found if site.ours is not None), key=lambda site: site.name.count("."))
-        kinds = [kind_of(site) for site in ordered]
-        first = dict(zip(reversed(kinds), reversed(ordered), strict=True))
-        problems = {kind: site.problem or compare_module(site) for kind, site in first.items()}
+        kinds, problems = [kind_of(site) for site in ordered], judge_kinds(ordered)
         inside: set[int] = set()
 
         def change(chosen: Sequence[Any]) -> None:
@@ -420,7 +418,7 @@ class Exchanges:
         layers = {module for stack in self.stacks for module in stack.inside}
         for m, inside in ((m, inside) for m, inside in self.inside.items() if not self.seats[m].around):
             mine = [stack for stack in ready if stack.owner in inside]
-            tried = unpad.try_padding(self.stage, m, mine, self.model) if mine else UNTRIED
+            tried = unpad.PaddingTrial(self.stage, m, mine, self.model).run() if mine else UNTRIED
             self.seats[m].tried = tried
             self.seats[m].outside = tuple(map(Outside, inside - layers))
             for stack in (stack for stack in self.stacks if stack.owner in inside):

@@ -28,7 +28,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -330,23 +330,25 @@ def quietly(module: nn.Module, training: bool = False) -> Iterator[None]:
             m._buffers.update(buffers)
 
 
-@dataclass(frozen=True, eq=False)
 class Stack:
     """A list of layers, and the model that calls them one after the other and knows the attention mask."""
 
-    name: str
-    owner: PreTrainedModel
-    layers: nn.ModuleList
-    causal: bool
-    crosses: bool  # whether its layers also attend to an encoder's output
-    relative: bool  # whether attention takes a bias by distance, as T5's does
-    path: str  # path of the layers in the owner
-    attention: nn.Module  # attention of the first layer
-    depth: Any  # number of layers by the owner's configuration
-    inside: tuple[nn.Module, ...]  # the layers and all modules in them
-    members: tuple[nn.Module, ...]  # the layers
-    windows: set[int] = field(default_factory=set)  # distances beyond which tokens do not see each other
-    problem: str | None = None
+    def __init__(
+        self, name: str, owner: PreTrainedModel, path: str, layers: nn.ModuleList, attentions: list[nn.Module]
+    ) -> None:
+        """`path` is the path of the layers in their owner, `attentions` are those of the first layer."""
+        self.name, self.owner, self.path, self.layers, self.attention = name, owner, path, layers, attentions[0]
+        self.causal = bool(getattr(self.attention, "is_causal", True))
+        self.crosses = len(attentions) > 1  # whether its layers also attend to an encoder's output
+        # Whether attention takes a bias by distance, as T5's does.
+        self.relative = any("position_bias" in inspect.signature(type(m).forward).parameters for m in attentions)
+        self.depth = _depth(owner)
+        self.inside = tuple(layers.modules())[1:]  # the layers and all modules in them
+        self.members = tuple(layers)
+        # Distances beyond which tokens do not see each other.
+        self.windows = {w for thing in (owner.config, *layers.modules()) for w in _windows(thing)}
+        takes_mask = "attention_mask" in inspect.signature(type(layers[0]).forward).parameters
+        self.problem = None if takes_mask else "its layers take no attention_mask"
 
     def is_whole(self) -> bool:
         """Whether the owner still has these layers, all of them, and they the attention that was chosen for them."""
@@ -372,21 +374,9 @@ def find_stacks(model: nn.Module) -> list[Stack]:
             continue
         for owner_name, owner in islice(find_owners(model, name), 1):
             path = name[len(owner_name) :].lstrip(".")
-            found.append(_describe(owner_name, owner, path, layers, inside[0]))
+            found.append(Stack(owner_name, owner, path, layers, inside[0]))
     owners = [stack.owner for stack in found]
     return [stack for stack in found if owners.count(stack.owner) == 1]
-
-
-def _describe(
-    name: str, owner: PreTrainedModel, path: str, layers: nn.ModuleList, attentions: list[nn.Module]
-) -> Stack:
-    causal = bool(getattr(attentions[0], "is_causal", True))
-    parameters = inspect.signature(type(layers[0]).forward).parameters
-    relative = any("position_bias" in inspect.signature(type(m).forward).parameters for m in attentions)
-    problem = None if "attention_mask" in parameters else "its layers take no attention_mask"
-    windows = {w for thing in (owner.config, *layers.modules()) for w in _windows(thing)}
-    of_layers = causal, len(attentions) > 1, relative, path, attentions[0], _depth(owner)
-    return Stack(name, owner, layers, *of_layers, tuple(layers.modules())[1:], tuple(layers), windows, problem)
 
 
 def _windows(thing: Any) -> list[int]:
@@ -396,6 +386,7 @@ def _windows(thing: Any) -> list[int]:
 
 
 def _depth(owner: PreTrainedModel) -> Any:
+    """The number of layers by the owner's configuration."""
     return getattr(owner.config, "num_hidden_layers", None)
 
 
@@ -432,16 +423,16 @@ def draw_padded(
     if form == "positions" and "position_ids" not in names:
         return None
     rows = [(side, kind, many) for kind in ids for side in sides for many in range(3 if side != "empty" else 1)]
-    kept = torch.stack([*(_pattern(side, length, many) for side, _, many in rows), torch.ones(length) > 0])
+    kept, target = (
+        torch.stack([*(_pattern(side, size, many) for side, _, many in rows), torch.ones(size) > 0])
+        for size in (length, TARGET)
+    )
     batch = _draw_text(model, kept, [*(kind for _, kind, _ in rows), "own"], generator)
     if form == "embeds":
-        tokens = batch.pop("input_ids")
-        batch["inputs_embeds"] = _embedding(model)(tokens).detach()
+        batch["inputs_embeds"] = _embedding(model)(batch.pop("input_ids")).detach()
     if form == "positions":
-        positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        batch["position_ids"] = positions
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     if "decoder_input_ids" in names:
-        target = torch.stack([*(_pattern(side, TARGET, many) for side, _, many in rows), torch.ones(TARGET) > 0])
         drawn = _draw_text(model, target, ["own"] * len(target), generator)
         batch |= {"decoder_input_ids": drawn["input_ids"], "decoder_attention_mask": drawn["attention_mask"]}
     return batch

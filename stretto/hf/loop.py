@@ -259,15 +259,14 @@ def plan(batch: Mapping[str, Any], model: PreTrainedModel, tried: Tried) -> Plan
         return None
     # A mask that keeps everything is none: so the model need not ask.
     inputs = {name: value for name, value in batch.items() if name not in facts_of or not facts_of[name].whole}
-    masks = {name: _fill(inputs[name], facts) for name, facts in facts_of.items() if name in inputs}
+    masks = {}
+    for name, facts in facts_of.items():
+        if name in inputs:
+            tokens = min(round_to_bucket(facts.tokens), inputs[name].numel())
+            masks[name] = replace(facts, tokens=tokens, longest=round_to_power(facts.longest))
     fillers = [-(-size_of_bucket(facts.tokens) // facts.longest) for facts in masks.values()]
     labels = min(round_to_bucket(known.labels), known.positions)
     return Planned(inputs, masks, labels, known.positions, max(fillers, default=0))
-
-
-def _fill(mask: Tensor, facts: Facts) -> Facts:
-    tokens = min(round_to_bucket(facts.tokens), mask.numel())
-    return replace(facts, tokens=tokens, longest=round_to_power(facts.longest))
 
 
 def _move(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

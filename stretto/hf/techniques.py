@@ -29,7 +29,7 @@ from stretto.hf import find
 from stretto.hf.defer import compute, current_call
 from stretto.hf.find import Site, Stack, acts_as_norm, argument_names, find_owners, given_arguments, quietly
 from stretto.hf.modules import SAY_STEP, RuledNorm, Tokens, hands_on
-from stretto.hf.trial import Journal, compare_module, kind_of
+from stretto.hf.trial import Journal, judge_kinds, kind_of
 from stretto.techniques.technique import POST_NORM, R, Switch
 
 ANOTHER_FUNCTION = ": what save_pretrained writes is another function without it"
@@ -72,9 +72,8 @@ class SwitchedLayer(nn.Module):
 
 @dataclass(eq=False)
 class Around:
-    """A model around former norms."""
+    """The tokens that count for former norms in a model."""
 
-    model: PreTrainedModel
     inner: Tokens  # tokens of the norms in its layers
     outer: Tokens  # tokens of its other norms
     crosses: bool  # whether its layers also attend to an encoder's output
@@ -88,8 +87,8 @@ class Handles:
         self.done: list[Site] = []  # what became of each site, for the report
         self.kernels = False  # modules compute by the kernels of ops
         self.gates: dict[str, dict[nn.Module, Gate]] = {}  # gates of layers, by the name of the stack
-        self.around: dict[int, Around] = {}  # models around former norms, by their identity
-        self.tokens: dict[nn.Module, Tokens] = {}  # of former norms
+        self.around: dict[PreTrainedModel, Around] = {}  # tokens of former norms, by the model around these
+        self.tokens: dict[nn.Module, Tokens] = {}  # tokens of former norms, by the norm
 
     def use_kernels(self) -> None:
         self.kernels = True
@@ -129,14 +128,14 @@ class Handles:
             why = "; ".join(dict.fromkeys(str(site.problem) for site in judged))
             raise ValueError(f"{name} does not apply to {type(self.model).__name__}: {why or 'it has no norms'}")
         rule = build(sum(next(site.module.parameters()).numel() for site in norms))
-        by_owner = {id(stack.owner): stack for stack in self.stacks}
+        by_owner = {stack.owner: stack for stack in self.stacks}
         for site in norms:
             self.journal.change(site.module, "stretto_rule", rule)
             self.journal.swap(site.module, RuledNorm)
             _, owner = next(find_owners(self.model, site.name))
-            stack = by_owner.get(id(owner))
-            pair, crosses = (Tokens(rule, name), Tokens(rule, name)), stack is not None and stack.crosses
-            here = self.around.setdefault(id(owner), Around(owner, *pair, crosses))
+            stack = by_owner.get(owner)
+            crosses = stack is not None and stack.crosses
+            here = self.around.setdefault(owner, Around(Tokens(rule, name), Tokens(rule, name), crosses))
             inside = stack is not None and site.module in stack.inside
             self.tokens[site.module] = here.inner if inside else here.outer
         return rule
@@ -145,9 +144,9 @@ class Handles:
         """Tells the former norms which tokens count, behind the hooks of unpad.py."""
         for norm, of_norm in self.tokens.items():
             self.journal.change(norm, "stretto_tokens", of_norm)
-        for around in self.around.values():
+        for model, around in self.around.items():
             hook = partial(note_tokens, around=around)
-            self.journal.hooks.append(around.model.register_forward_pre_hook(hook, with_kwargs=True))
+            self.journal.hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 def find_gates(stack: Stack, inputs: dict[str, Any] | None) -> list[Gate] | str:
@@ -205,16 +204,13 @@ def _inspect(
 
 def _judge_norms(model: nn.Module, name: str) -> list[Site]:
     """All norms, with the reason why one has to stay."""
-    problems: dict[Any, str | None] = {}
-    norms = []
-    for site in (site for site in find.find_sites(model) if site.role == "norm"):
-        key = kind_of(site)
-        if key not in problems:
-            problems[key] = site.problem or compare_module(site)
+    sites = [site for site in find.find_sites(model) if site.role == "norm"]
+    problems, norms = judge_kinds(sites), []
+    for site in sites:
         owner = next((owner for _, owner in find_owners(model, site.name)), None)
         in_head = owner is None or "labels" in argument_names(owner)
         unknown = "it is in a head: which tokens a head is given is not known" if in_head else None
-        norms.append(replace(site, role=name, problem=problems[key] or unknown, remark=ANOTHER_FUNCTION))
+        norms.append(replace(site, role=name, problem=problems[kind_of(site)] or unknown, remark=ANOTHER_FUNCTION))
     return norms
 
 

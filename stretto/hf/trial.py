@@ -85,9 +85,6 @@ class Journal:
             problem = check()
         except Exception as error:
             problem = f"it cannot take its place: {describe(error)}"
-        except BaseException:
-            self.undo(mark)
-            raise
         if problem:
             self.undo(mark)
         return True, problem
@@ -368,6 +365,12 @@ def kind_of(site: Site) -> Any:
     plain = tuple((name, value) for name, value in vars(site.module).items() if isinstance(value, str | int | float))
     types = tuple(p.dtype for p in site.module.parameters())
     return type(site.module), site.parts, repr(site.module), tuple(p for p in plain if p[0] != "training"), types
+
+
+def judge_kinds(sites: Sequence[Site]) -> dict[Any, str | None]:
+    """The problem of each kind of site, if there is one: the first site of a kind is tried by itself."""
+    first = {kind_of(site): site for site in reversed(sites)}
+    return {kind: site.problem or compare_module(site) for kind, site in first.items()}
 
 
 def compare_module(site: Site) -> str | None:

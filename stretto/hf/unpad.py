@@ -133,13 +133,13 @@ def enter(
         _describe_request(call, model, seat, given)
     if seat.layers is not None and not _wants(model, given, "output_hidden_states"):
         layers = tuple(seat.layers)
-        call.chain = () if _is_recomputed(model, layers[0]) or any(map(is_touched, layers)) else layers[:-1]
+        # Layers that run again in the backward pass do so from tensors that autograd has to know.
+        recomputed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in (model, layers[0]))
+        call.chain = () if recomputed or any(map(is_touched, layers)) else layers[:-1]
     set_call(call)
     unwanted = seat.works_without_cache and model.training and not call.request.as_tuple
-    if unwanted and "use_cache" in names and given.get("use_cache") is None:
-        args, kwargs = find.replace_arguments(
-            model, args, kwargs, use_cache=False
-        )  # nobody reads a cache while training
+    if unwanted and "use_cache" in names and given.get("use_cache") is None:  # nobody reads a cache while training
+        args, kwargs = find.replace_arguments(model, args, kwargs, use_cache=False)
         given["use_cache"] = False
     if seat.stack is not None and seat.stack.is_whole():
         _decide(call, seat.stack, given, seat.unpad and not call.rectangle, seat.packed)
@@ -223,21 +223,17 @@ def _wants(model: PreTrainedModel, given: Mapping[str, Any], name: str) -> bool:
     return bool(getattr(model.config, name, False) if value is None else value)
 
 
-def _is_recomputed(model: PreTrainedModel, layer: nn.Module) -> bool:
-    """Whether layers run again in the backward pass, from tensors that autograd has to know."""
-    return model.training and any(getattr(module, "gradient_checkpointing", False) for module in (model, layer))
-
-
 def get_to_know(given: Mapping[str, Any], names: Sequence[str], pad: int | None) -> Known:
     """What the host can know of a batch with labels, for a model that takes arguments of these names and has padding of
     the id `pad`. The host waits for the device once."""
     labels = given.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return NOTHING
-    named = {name: given.get(name) for name in MASKS}
-    masks = {name: mask for name, mask in named.items() if isinstance(mask, Tensor) and mask.device == labels.device}
+    masks = {
+        name: mask for name in MASKS if isinstance(mask := given.get(name), Tensor) and mask.device == labels.device
+    }
     masks = {name: mask for name, mask in masks.items() if mask.ndim == 2 and mask.numel()}
-    mask = named["decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask"]
+    mask = given.get("decoder_attention_mask" if "decoder_attention_mask" in names else "attention_mask")
     numbers = [_measure(mask, given.get(MASKS[name]), pad) for name, mask in masks.items()]
     numbers.append(torch.stack([(labels != IGNORE).sum(), has_labels_on_padding(labels, mask).long()]))
     read = iter(torch.cat(numbers).tolist())
@@ -532,20 +528,21 @@ class DistanceBias(nn.Module):
         return torch.cat([behind[0, :, 1:, 0].flip(1), ahead[0, :, 0]], 1)
 
 
-@dataclass(frozen=True)
 class PaddingTrial:
-    """Runs a model on batches of every kind of padding, with the rectangle and without."""
+    """Runs a model on batches of every kind of padding, with the rectangle and without; or the module around it that is
+    called, if that takes batches: it may read padding, too. `stacks` are those in the model that can run without."""
 
-    stage: Stage
-    model: PreTrainedModel
-    called: nn.Module  # the model, or a module around it that takes batches, and may read padding, too
-    stacks: list[Stack]  # stacks in the model that can run without padding
+    def __init__(self, stage: Stage, model: PreTrainedModel, stacks: list[Stack], around: nn.Module) -> None:
+        self.stage, self.model, self.stacks = stage, model, stacks
+        takes = {"input_ids", "attention_mask"} <= set(argument_names(around))
+        if not takes and find.takes_any_name(around):  # it takes batches if it can be run with one
+            batch = draw_padded(model, ("right",), ("own",), "ids")
+            takes = batch is not None and compare_padded(stage, around, batch, "") is not None
+        self.called = around if takes else model
 
     def run(self) -> Tried:
         """The kinds of batch with which the model gives the same results without padding."""
-        kinds: set[tuple[str, str]] = set()
-        names: set[str] = set()
-        labels = None
+        kinds, names, labels = set[tuple[str, str]](), set[str](), None
         for form, sorts in (("ids", find.IDS), ("embeds", ("none",)), ("positions", ("positions",))):
             groups = [[(side, sort) for side in _sides(self.stacks) for sort in sorts]]
             while groups:  # all kinds at once; where that fails, one side after the other, and then each by itself
@@ -583,14 +580,6 @@ class PaddingTrial:
         except Exception as error:
             log.debug("%s cannot be tried with padding: %s", type(self.model).__name__, error)
         return None
-
-
-def try_padding(stage: Stage, model: PreTrainedModel, stacks: list[Stack], around: nn.Module) -> Tried:
-    takes = {"input_ids", "attention_mask"} <= set(argument_names(around))
-    if not takes and find.takes_any_name(around):  # it takes batches if it can be run with one
-        batch = draw_padded(model, ("right",), ("own",), "ids")
-        takes = batch is not None and compare_padded(stage, around, batch, "") is not None
-    return PaddingTrial(stage, model, around if takes else model, stacks).run()
 
 
 def compare_padded(stage: Stage, model: nn.Module, inputs: Batch, labels: str, training: bool = False) -> bool | None:
