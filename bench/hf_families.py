@@ -202,7 +202,7 @@ def compare_snapshots(now: Snapshot, before: Snapshot) -> list[str]:
     for name in before.keys() | now.keys():
         old, new = before.get(name, {}), now.get(name, {})
         for what in [what for what in old.keys() | new.keys() if old.get(what) != new.get(what)]:
-            values = old.get(what), new.get(what)
+            values: Any = old.get(what), new.get(what)
             if all(isinstance(value, frozenset) for value in values):
                 values = sorted(values[0] - values[1]), sorted(values[1] - values[0])
             changes.append(f"{what} of {name}: {values[0]} is now {values[1]}")

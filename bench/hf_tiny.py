@@ -185,7 +185,12 @@ def overrides(kind: Any) -> dict[str, Any]:
     if name.removesuffix("Config") not in DETECTORS:
         return OVERRIDES.get(name, {})
     stages = ["stage2", "stage3", "stage4"] if "Deformable" in name else ["stage4"]
-    backbone = {"embedding_size": 8, "hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4, "layer_type": "basic"}
+    backbone: dict[str, Any] = {
+        "embedding_size": 8,
+        "hidden_sizes": [16, 16, 32, 32],
+        "depths": [1] * 4,
+        "layer_type": "basic",
+    }
     made = {"backbone_config": transformers.ResNetConfig(**backbone, out_features=stages), "backbone": None}
     return made | {"use_timm_backbone": False, "use_pretrained_backbone": False}
 
@@ -222,7 +227,7 @@ def tiny_config(
     values, known = default.to_dict(), _arguments(kind)
     made: dict[str, Any] = {}
     for name in [name for name in values if name not in NOT_SIZES]:
-        inner = getattr(default, name, None)
+        inner: Any = getattr(default, name, None)
         if hasattr(inner, "to_dict"):
             own = {k: v for k, v in inner.to_dict().items() if k not in ("model_type", "transformers_version")}
             made[name] = tiny_config(type(inner), CLASSES, own, tokens)
@@ -309,7 +314,7 @@ def narrow(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    model = model.to(dtype)
+    model.to(dtype)  # type: ignore[arg-type]  # transformers wraps torch's method
     for name, module in model.named_modules():
         if kept & set(name.split(".")):
             module.float()

@@ -48,14 +48,17 @@ def evaluate(
     totals = rt.sum_tensor(torch.stack([loss_sum, correct])) / max(num_labels, 1)
     mean, accuracy = totals.tolist()
     second = {"accuracy": accuracy} if is_vit else {"perplexity": math.exp(min(mean, 80.0))}
-    return {"eval_loss": mean, **second, **_average(techniques.metrics(), rt)}
+    own = len(range(mesh.data_rank, num_batches, mesh.data_world))
+    others = _average(techniques.metrics(own), own / (num_batches * mesh.team), rt)
+    return {"eval_loss": mean, **second, **others}
 
 
-def _average(values: dict[str, float], rt: Runtime) -> dict[str, float]:
-    """Averages over all processes, which have measured the same things."""
+def _average(values: dict[str, float], share: float, rt: Runtime) -> dict[str, float]:
+    """Averages over the batches of all processes, which have measured the same things; `share` is that of this
+    process."""
     if not values:
         return {}
-    means = rt.sum_tensor(torch.tensor(list(values.values()), device=rt.device)) / rt.world
+    means = rt.sum_tensor(share * torch.tensor(list(values.values()), device=rt.device))
     return dict(zip(values, means.tolist(), strict=True))
 
 

@@ -246,7 +246,7 @@ class Probe(Technique):
     def graph_key(self, step: int) -> int:
         return step // 3
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, num_batches: int) -> dict[str, float]:
         return {"probe_updates": float(self.updates)}
 
     def state_dict(self) -> dict[str, Any]:

@@ -152,8 +152,8 @@ class Techniques:
     def graph_key(self, step: int) -> Hashable:
         return tuple(technique.graph_key(step) for technique in self)
 
-    def metrics(self) -> dict[str, float]:
-        return {name: value for technique in self for name, value in technique.metrics().items()}
+    def metrics(self, num_batches: int) -> dict[str, float]:
+        return {name: value for technique in self for name, value in technique.metrics(num_batches).items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {technique.name: state for technique in self if (state := technique.state_dict())}

@@ -8,9 +8,8 @@ can rescale a residual stream that grows by design; and a weight that is a mean 
 means the same in models of other sizes. Branches begin small (`depth_init`): deep stacks then start near variance 1.
 
 The loss acts in the backward pass alone: logs show the loss of the task. Its own value is measured and logged with each
-evaluation. Padding and filler do not
-count. Parameters keep the names they have in norms, so checkpoints of one model do load into the other, but it is not
-the same function: a run with norms is not resumed without.
+evaluation. Padding and filler do not count. Parameters keep the names they have in norms, so checkpoints of one model
+do load into the other, but it is not the same function: a run with norms is not resumed without.
 
 It changes the mathematics, and is no substitute for norms where these are cheap: it is a safety net that lets networks
 without norms train where they would diverge. What is gained is at inference: `fold` moves what is left into the linear
@@ -188,10 +187,12 @@ class Standardize(Technique):
             raise ValueError(f"{self.name}.final = {self.cfg.final} needs the number of updates: {SAY_STEPS}")
         self.pressure.press(weight_at(self.cfg, step, self.context.steps) * share, self.context.device, scaler)
 
-    def metrics(self) -> dict[str, float]:
-        """The loss without its weight, a mean over the batches that were evaluated since the last call."""
+    def metrics(self, num_batches: int) -> dict[str, float]:
+        """The loss without its weight."""
         values, self.pressure.values = self.pressure.values, []
-        return {"standardization_loss": float(torch.stack(values).mean())} if values else {}
+        if not values:
+            return {}
+        return {"standardization_loss": float(sum(values[:num_batches], torch.zeros(()))) / max(num_batches, 1)}
 
     def fold(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, Model)

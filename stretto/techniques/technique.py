@@ -218,8 +218,9 @@ class Technique:
         """What the operations of this update depend on besides batches. A recording is for one pattern."""
         return {}
 
-    def metrics(self) -> dict[str, float]:
-        """Numbers for the log. The host waits for the device here."""
+    def metrics(self, num_batches: int) -> dict[str, float]:
+        """Numbers for the log: what is measured in batches is a mean over the first `num_batches` of those that were
+        evaluated since the last call, 0 without any. The host waits for the device here."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stretto import checkpoint
+from stretto.report import read_events
 from tests.distributed.processes import launch, samples
 from tests.runs import base, change, losses
 
@@ -29,12 +30,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def logged(run: Path) -> list[float]:
+    """The values of the loss, one for each evaluation."""
+    return [event["standardization_loss"] for event in read_events(run) if "eval_loss" in event]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_equal_one(runs: Path, mode: str) -> None:
     name = "fused" if "fused" in mode else "plain"
     one, two = runs / "one", runs / "two"
     assert samples(one, name, 1) == samples(two, mode, 2)
     assert losses(two / mode) == pytest.approx(losses(one / name), abs=1e-5)
+    assert logged(two / mode) == pytest.approx(logged(one / name), rel=1e-4), "of three batches, so one repeats a batch"
     step = checkpoint.steps(one / name / "checkpoints")[0]
     first, second = (checkpoint.load(folder / "checkpoints", step) for folder in (one / name, two / mode))
     torch.testing.assert_close(second.weights, first.weights, atol=2e-5, rtol=2e-5)

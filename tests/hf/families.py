@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import stretto
 
 VOCAB, CLASSES, WIDTH = 61, 5, 32
-_TEXT = {
+_TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "num_hidden_layers": 2,
@@ -22,9 +22,9 @@ _TEXT = {
     "intermediate_size": 48,
     "max_position_embeddings": 40,
 }
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_LLAMA = {**_TEXT, "num_key_value_heads": 2, "head_dim": 8}
-_PAIRS = {
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_LLAMA: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "head_dim": 8}
+_PAIRS: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": WIDTH,
     "encoder_layers": 2,
@@ -41,7 +41,7 @@ _PAIRS = {
     "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
 }
-_T5 = {
+_T5: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": WIDTH,
     "d_kv": 8,
@@ -53,7 +53,7 @@ _T5 = {
     "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }
-_VIT = {
+_VIT: dict[str, Any] = {
     **_NO_DROPOUT,
     "hidden_size": WIDTH,
     "num_hidden_layers": 2,
@@ -63,7 +63,14 @@ _VIT = {
     "patch_size": 4,
     "num_labels": CLASSES,
 }
-_GPT2 = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 40, "n_inner": 48}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": WIDTH,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 40,
+    "n_inner": 48,
+}
 _GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -89,7 +96,7 @@ Batch = dict[str, Tensor]
 _ACCELERATED: dict[str, nn.Module] = {}
 
 
-def build(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """Values that every precision holds; norms and biases do something."""
     torch.manual_seed(0)
     model = FAMILIES[family]()
@@ -171,5 +178,5 @@ def assert_parity(found: dict[str, Tensor], plain: dict[str, Tensor], exact: dic
     assert not worse, worse
 
 
-def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
     return copy.deepcopy(model).to(dtype or next(model.parameters()).dtype)

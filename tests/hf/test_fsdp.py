@@ -40,7 +40,7 @@ def shard(model: Any, units: str) -> nn.Module:
     head = [("head", model.get_output_embeddings())] if units == "head" else []
     for _, module in (*parts, *layers, *head):
         fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh, **({"reshard_after_forward": True} if units == "root" else {}))
+    fully_shard(model, mesh=mesh, reshard_after_forward=True if units == "root" else None)
     return model
 
 

@@ -69,7 +69,7 @@ def test_number_of_items_and_sums(family: str) -> None:
     """The Trainer's way to count labels over several micro-batches."""
     batch = draw_batch(family)
     if family == "llama":
-        options = {"num_items_in_batch": torch.tensor(7)}
+        options: dict[str, Any] = {"num_items_in_batch": torch.tensor(7)}
         exact, plain = (learn(build(family, d), batch, **options) for d in (torch.float64, torch.float32))
         assert_parity(learn(accelerated(family), batch, **options), plain, exact, FLOOR)
     out = accelerated(family)(**batch, return_dict=False)

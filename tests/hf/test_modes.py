@@ -6,12 +6,14 @@ import copy
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 import stretto
 from stretto.hf.loop import Step
@@ -69,9 +71,9 @@ def test_torch_compile(family: str) -> None:
     model = accelerated(family)
     torch._dynamo.reset()
     breaks = ["bart", "gpt2"]  # the graph, in their own code: layerdrop, a warning
-    if torch.__version__ < (2, 13):
+    if torch.__version__ < TorchVersion("2.13"):
         breaks.append("t5")  # it copies a configuration, which these versions cannot trace
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=not family.startswith(tuple(breaks)))
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=not family.startswith(tuple(breaks)))
     found = learn(compiled, batch)
     found = {name.removeprefix("_orig_mod."): t for name, t in found.items()}
     assert_parity(found, plain, exact, FLOOR)

@@ -187,7 +187,8 @@ class Mixing(hf.BertForMaskedLM):
 
     def __init__(self, config: hf.BertConfig) -> None:
         super().__init__(config)
-        for layer in self.bert.encoder.layer:
+        layers: Any = self.bert.encoder.layer
+        for layer in layers:
             layer.intermediate.dense.register_forward_pre_hook(lambda _, args: (args[0] + args[0].roll(1, 1),))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import stretto
 import stretto.hf.unpad
+from stretto.graphs import Recorded
 from stretto.hf.acceleration import outermost
 from stretto.hf.find import argument_names, pad_id
 from stretto.hf.loop import Step, plan
@@ -47,7 +48,7 @@ def assert_same_updates(family: str, batches: list[Batch]) -> None:
         others.zero_grad()
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-4, atol=1e-5)
     for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=f"{name}: {{}}".format)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -134,7 +135,7 @@ def test_a_mask_is_built_only_where_one_is_needed(
 ) -> None:
     """transformers builds one whenever it sees that a graph is being recorded; the window of this Mistral is 4."""
     model, optimizer = make(family)
-    built, build_mask = list[Any](), stretto.hf.unpad.sdpa_mask
+    built, build_mask = list[Any](), vars(stretto.hf.unpad)["sdpa_mask"]
     monkeypatch.setattr(
         stretto.hf.unpad, "sdpa_mask", lambda *args, **kwargs: built.append(kwargs) or build_mask(*args, **kwargs)
     )
@@ -193,7 +194,7 @@ def test_autograd_hears_of_every_update_once() -> None:
         if early is not None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 early.backward()
-    assert step.executor is step.eager or step.executor.whole.recordings
+    assert not isinstance(step.executor, Recorded) or step.executor.whole.recordings
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ CLOSE = 1e-6  # in fp64, where the loss without logits is fp32
 HALF = {"theta": 0.5, "schedule": "constant"}
 
 
-def build_deep(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build_deep(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """Of four layers a stack."""
     torch.manual_seed(0)
     if family == "mbart":
@@ -56,7 +56,7 @@ def build_deep(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
             hf.MBartConfig(**_PAIRS | {"encoder_layers": LAYERS, "decoder_layers": LAYERS})
         )
     else:
-        shallow = FAMILIES[family]()
+        shallow: Any = FAMILIES[family]()
         config = shallow.config
         for name in ("num_hidden_layers", "num_decoder_layers"):
             if hasattr(config, name):
@@ -261,7 +261,7 @@ def test_post_norm_models_are_refused(family: str) -> None:
 
 
 class Halved(hf.models.gpt2.modeling_gpt2.GPT2Block):
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(hidden_states, *args, **kwargs)
         return out / 2 if isinstance(out, Tensor) else (out[0] / 2, *out[1:])
 
@@ -308,11 +308,16 @@ class Plain(nn.Module):
         return y
 
 
+def count_channels(model: nn.Module, sites: list[str]) -> int:
+    norms: list[Any] = [model.get_submodule(name) for name in sites]
+    return sum(norm.weight.numel() for norm in norms)
+
+
 def learn_plainly(model: nn.Module, batch: Batch, cfg: StandardizeConfig, sites: list[str]) -> dict[str, Tensor]:
     """The same by autograd, with the loss as a value: every token that the mask keeps counts. For channels their number
     should be a power of two, whose inverse is exact: where variances are small, the gradient is a small difference."""
     results: dict[str, list[Tensor]] = {name: [] for name in sites}
-    channels = sum(model.get_submodule(name).weight.numel() for name in sites)
+    channels = count_channels(model, sites)
     for name in sites:
         model.set_submodule(name, Plain(model.get_submodule(name), results[name]))
     loss = model(**batch).loss
@@ -342,7 +347,7 @@ def standardized(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", STANDARD)
 def test_the_gradient_is_that_of_the_loss(family: str, fused: bool) -> None:
-    axis = "channel" if family == "gpt2" else "token"
+    axis: Literal["channel", "token"] = "channel" if family == "gpt2" else "token"
     cfg = StandardizeConfig(weight=30.0, warmup=0, stride=1, axis=axis)
     dtype = torch.float32 if family in ("llama", "qwen3", "t5") else torch.float64  # in which their norms compute
     model, plain = build(family, dtype), build(family, dtype)
@@ -428,7 +433,7 @@ def test_evaluation_shows_the_loss_of_the_task() -> None:
 BOTH: dict[str, Any] = {"layer_drop": HALF, "standardize": {"warmup": 0, "weight": 20.0, "stride": 1}}
 
 
-def make_both(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+def make_both(family: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     return accelerated(family, dtype, make=build_deep, **BOTH, **options)
 
 
@@ -460,9 +465,8 @@ def learn_without(
     model: nn.Module, batch: Batch, cfg: StandardizeConfig, sites: list[str], left: list[str]
 ) -> dict[str, Tensor]:
     """Those that are left out get another norm than all others: none, and count for the mean."""
-    channels = sum(model.get_submodule(name).weight.numel() for name in sites)
     kept = [name for name in sites if name not in left]
-    share = sum(model.get_submodule(name).weight.numel() for name in kept) / channels
+    share = count_channels(model, kept) / count_channels(model, sites)
     return learn_plainly(model, batch, StandardizeConfig(weight=cfg.weight * share, axis=cfg.axis, stride=1), kept)
 
 
@@ -526,7 +530,7 @@ def test_a_recorded_update_is_one_of_its_pattern() -> None:
     step = Step(model, FlatAdamW(model.parameters(), lr=0.0))
     seen: list[Any] = []
     learn = step.learn
-    step.learn = lambda planned: seen.append(planned) or learn(planned)  # type: ignore[method-assign]
+    step.learn = lambda batch: seen.append(batch) or learn(batch)  # type: ignore[method-assign]
     for _ in range(6):
         step(draw("gpt2"))
     shapes = {shape_of(planned): str(planned.pattern) for planned in seen}
@@ -541,7 +545,7 @@ def test_the_trainer_knows_the_step(tmp_path: Path) -> None:
 
     class Noting(Trainer):
         def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            tokens = next(m for m in model.modules() if hasattr(m, "stretto_tokens")).stretto_tokens
+            tokens: Any = next(m for m in model.modules() if hasattr(m, "stretto_tokens")).stretto_tokens
             factor = float(tokens.rule.factor) * tokens.rule.num_channels
             seen.append((self.state.global_step, factors(model), factor))
             return super().compute_loss(model, *args, **kwargs)

@@ -26,7 +26,7 @@ from stretto.hf.trial import IndexCheck, Journal, find_stand_ins
 from tests.hf.families import CLASSES, VOCAB, Batch, accelerated, build, draw_batch, learn
 from tests.hf.observe import count_tokens
 
-_TINY = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TINY |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 40}
 
 
@@ -171,7 +171,7 @@ def test_an_error_undoes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         stretto.accelerate(model)
     assert [(type(module), set(vars(module)), len(module._forward_hooks)) for module in model.modules()] == states
-    assert model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+    assert model.config._attn_implementation == "sdpa"
     assert all(torch.equal(value, before[name]) for name, value in learn(model, batch).items())
 
 
@@ -193,6 +193,7 @@ class Remembering(hf.models.bert.modeling_bert.BertLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.first: int | None = None
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +280,7 @@ def test_embeddings_instead_of_ids_hide_where_padding_is() -> None:
 
 def test_a_pooler_may_read_the_last_position() -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = hf.SiglipTextConfig(**sizes, intermediate_size=48, max_position_embeddings=9)
     model = hf.SiglipTextModel(config).eval()
     batch = pad(draw_ids(), (9, 3, 6), 1)
@@ -302,7 +303,7 @@ class LastPosition(nn.Module):
 @pytest.mark.parametrize(("where", "left", "packs"), [(-1, False, False), (-1, True, True), (0, False, True)])
 def test_a_module_around_a_model_may_read_padding(where: int, left: bool, packs: bool) -> None:
     torch.manual_seed(0)
-    model = LastPosition(build("bert").bert, where).eval()  # type: ignore[arg-type]
+    model = LastPosition(build("bert").bert, where).eval()
     batch = pad(draw_ids(), (9, 3, 6), 1, left)
     expected = model(**batch)
     stretto.accelerate(model)
@@ -476,7 +477,7 @@ def probe(name: str, module: nn.Module, way: str, shapes: dict[str, torch.Size])
         module.register_forward_hook(lambda _, args, out: note(out))
     else:
         forward = module.forward
-        module.forward = lambda *args, **kwargs: note(forward(*args, **kwargs))  # type: ignore[method-assign]
+        module.forward = lambda *args, **kwargs: note(forward(*args, **kwargs))
 
 
 @pytest.mark.parametrize("where", ["layer", "inside", "head"])
@@ -497,7 +498,7 @@ def test_full_backward_hooks(where: str) -> None:
 def test_another_attention_may_be_chosen_afterwards(implementation: str) -> None:
     for family in ("llama", "bert", "t5"):
         model, batch = accelerated(family), draw_batch(family)
-        model.set_attn_implementation(implementation)  # type: ignore[operator]
+        model.set_attn_implementation(implementation)
         torch.testing.assert_close(learn(model, batch), learn(build(family), batch), rtol=1e-3, atol=1e-5)
 
 
@@ -510,7 +511,7 @@ def test_layers_may_be_taken_away_afterwards() -> None:
             if change == "slice":
                 inner.layers = inner.layers[:1]
             elif change == "configuration":
-                model.config.num_hidden_layers = 1  # type: ignore[union-attr]
+                model.config.num_hidden_layers = 1
             else:
                 del inner.layers[1]
             found = learn(model, batch)
@@ -785,7 +786,7 @@ def test_what_would_end_a_gpu_is_an_error_before(operation: str) -> None:
 
 
 def build_mbart() -> nn.Module:
-    sizes = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIZES.items()}
+    sizes: dict[str, Any] = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIZES.items()}
     config = hf.MBartConfig(vocab_size=VOCAB, d_model=32, max_position_embeddings=32, **sizes)
     return hf.MBartForConditionalGeneration(config)
 

@@ -25,8 +25,20 @@ from tests.hf.compare import assert_same_logits, load_theirs, read_tensors, writ
 from tests.parity_cases import CASES, ROPE_SCALING, VOCAB, get_case, measure_error
 
 NAMES = [name for name in CASES if name != "vit"] + ["vit"]
-BERT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
-VIT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 8}
+BERT: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 40,
+}
+VIT: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "image_size": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -211,11 +223,12 @@ def test_a_body_without_the_head_we_need(tmp_path: Path) -> None:
     hf.BertForSequenceClassification(hf.BertConfig(**BERT)).save_pretrained(tmp_path / "class")
     hf.ViTForImageClassification(hf.ViTConfig(patch_size=4, num_labels=5, **VIT)).save_pretrained(tmp_path / "vit")
     head = {"head.bias", "head.transform.weight", "head.transform.bias", "head.norm.weight", "head.norm.bias"}
-    for name, changes, new, unused in [
+    cases: list[tuple[str, dict[str, Any], set[str], str]] = [
         ("body", {}, head, ""),
         ("class", {"classes": 0}, head, "classifier.weight"),
         ("vit", {"classes": 3}, {"head.weight", "head.bias"}, ""),
-    ]:
+    ]
+    for name, changes, new, unused in cases:
         cfg = replace(build_model_config(read_model(tmp_path / name)), **changes)
         model = build_model(cfg, "cpu")
         initialise(model, cfg, 7, put)
@@ -277,13 +290,14 @@ def test_the_rope_of_both_versions_is_read(folders: dict[str, Path], tmp_path: P
     config = {key: value for key, value in config.items() if not key.startswith("rope")}
     scaled = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     of_type = scaled | {"rope_type": "llama3"}
-    for rope, theta, scaling in [
+    cases: list[tuple[dict[str, Any], float, Any]] = [
         ({"rope_theta": 700.0, "rope_scaling": None}, 700.0, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}, 700.0, None),
         ({}, 10000.0, None),
         ({"rope_theta": 5e5, "rope_scaling": of_type}, 5e5, scaled),  # as the published Llama 3.2 has it
         ({"rope_parameters": of_type | {"rope_theta": 5e5}}, 5e5, scaled),
-    ]:
+    ]
+    for rope, theta, scaling in cases:
         (tmp_path / "config.json").write_text(json.dumps(config | rope))
         found = read_model(tmp_path)
         assert (found["rope_theta"], found["rope_scaling"]) == (theta, scaling)

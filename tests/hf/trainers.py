@@ -30,7 +30,7 @@ def draw_samples(family: str, number: int = 24) -> list[Sample]:
 def make(kind: Any, model: str | nn.Module, folder: Path, family: str = "", others: Any = (), **options: Any) -> Any:
     """A trainer of a class of ours begins with a copy of a model that was accelerated before, to save time."""
     family = family or str(model)
-    defaults = {
+    defaults: dict[str, Any] = {
         "max_steps": 6,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,

@@ -49,7 +49,7 @@ def build_case(
     """The op, the reference, and the floating-point arguments of both."""
     ids, at = random_ids(rows, 11), random_ids(rows, 7, seed=1)
     kinds = random_ids(rows, 2, seed=2) if types == "given" else None
-    shapes = {"token": (11, cols)}
+    shapes: dict[str, tuple[int, ...]] = {"token": (11, cols)}
     if position:
         shapes["position"] = (7, cols)
     if types != "absent":
@@ -140,7 +140,7 @@ def test_it_is_the_models_embedding(positions: str) -> None:
         table = model.position.weight
     assert model.token_type is not None
     norm: Any = model.norm
-    lookups = ids, model.token.weight, None if table is None else at, table, kinds, model.token_type.weight
+    lookups = ids, model.table, None if table is None else at, table, kinds, model.token_type.weight
     y = embed(*lookups, model.scale, norm.weight, norm.bias, norm.eps)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     parameters = list(model.parameters())

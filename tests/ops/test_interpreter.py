@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,9 @@ def run(family: Path) -> Done:
 def runs(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[Done]]]:
     """As many at a time as there are cores: the interpreter uses one."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    chosen = [item.callspec.params["family"] for item in items if item.function is test_kernels_in_the_interpreter]
+    chosen: list[Any] = [
+        item.callspec.params["family"] for item in items if item.function is test_kernels_in_the_interpreter
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {family: pool.submit(run, family) for family in chosen}
         pool.shutdown(cancel_futures=True)

@@ -110,7 +110,7 @@ def test_post_norm_gets_y_twice(used: tuple[int, ...]) -> None:
     """Each y with a gradient of its own."""
 
     def fused(*args: Tensor) -> tuple[Tensor, ...]:
-        both = add_norm(*args, EPS, False, 0.3, KEY, post=True)
+        both = add_norm(*args, EPS, False, 0.3, KEY, True)
         return tuple(both[i] for i in used)
 
     def plain(*args: Tensor) -> tuple[Tensor, ...]:
@@ -246,7 +246,8 @@ def test_op(rms: bool, p: float) -> None:
     turned = [rand(20, 3, seed=seed).t().requires_grad_() for seed in (1, 2)]
     assert_op(family._add_norm.overload, (*turned, None, weight, None, EPS, rms, p, key, False, *ALL, 3))
     assert_op(family._add_norm.overload, (None, residual, None, weight, shift, EPS, rms, 0.0, None, False, *ALL, 3))
-    some = (torch.tensor(2.0, device=DEVICE), places([0, 2])[:3], places([1])[:3])
+    first, second = (of for of in (places([0, 2]), places([1])) if of is not None)
+    some = (torch.tensor(2.0, device=DEVICE), first[:3], second[:3])
     parts = (branch.detach()[:2].requires_grad_(), residual, branch_bias, weight, shift, EPS, rms, p, key, False)
     assert_op(family._add_norm.overload, (*parts, *some, 1))
     _, stream, stats = (
@@ -365,8 +366,8 @@ def test_a_wrong_backward_would_be_seen(bug: Call, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_transposed_mask_would_be_seen() -> None:
-    def wrong(branch: Tensor, residual: Tensor, _: None, *rest: Any) -> tuple[Tensor, Tensor]:
-        *rest, p, key = rest
+    def wrong(branch: Tensor, residual: Tensor, _: None, *options: Any) -> tuple[Tensor, Tensor]:
+        *rest, p, key = options
         return add_norm(dropout(branch.t(), p, key).t(), residual, None, *rest, 0.0, None)
 
     with pytest.raises(AssertionError, match="result 0"):

@@ -40,9 +40,9 @@ def find_products(source: str) -> Iterator[tuple[str, str]]:
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             owner |= dict.fromkeys(ast.walk(function), function.name)
-    for node, function in owner.items():
+    for node, name in owner.items():
         if is_product(node):
-            yield function, ast.unparse(node)
+            yield name, ast.unparse(node)
 
 
 def is_product(node: ast.AST) -> bool:
