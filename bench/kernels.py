@@ -48,6 +48,7 @@ from stretto.bench.measure import Clock, measure_ceilings
 from stretto.bench.worker import explain
 from stretto.config import FusedConfig, OptimConfig, build_config
 from stretto.errors import ConfigError, StrettoError
+from stretto.files import make_folder
 from stretto.ops.activation import activate
 from stretto.ops.affine import add_affine
 from stretto.ops.cross_entropy import linear_cross_entropy
@@ -299,10 +300,7 @@ def run_kernels(
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
         raise ConfigError(f"there is no family of kernels {unknown[0]!r}; there are: {', '.join(FAMILIES)}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be a folder: {error.strerror}") from error
+    make_folder("--out", out)
     device, console, path, results = choose_device(), Console(highlight=False), out / "kernels.json", list[Result]()
     facts = describe_run(device, TIMED, [])
     if facts["note"]:

@@ -76,7 +76,7 @@ DISTRIBUTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def list_cases(device: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def list_cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """A name, a recipe and what is set in it."""
     for recipe in RECIPES:
         for (fused, of_fused), (drop, of_drop), (standard, of_standard) in product(*map(dict.items, COMBINED)):
@@ -154,7 +154,7 @@ def record_runs(folder: Path, device: str, wanted: str) -> Iterator[tuple[str, d
     from stretto.recipes import find_recipe
     from stretto.train import train
 
-    for number, (case, recipe, options) in enumerate(list_cases(device)):
+    for number, (case, recipe, options) in enumerate(list_cases()):
         for suffix, more in list_variants(device, options):
             if wanted not in case + suffix:
                 continue

@@ -170,19 +170,19 @@ def steps(folder: Path) -> list[int]:
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
-def find_newest(folder: Path, say: Callable[[str], object] = tell) -> int | None:
+def find_newest(folder: Path) -> int | None:
     """Finds the newest step that verifies; damaged checkpoints are named and passed over."""
     for step in steps(folder):
         damage = find_damage(folder / f"step-{step:08d}")
         if damage is None:
             return step
-        say(f"checkpoint of step {step} is damaged ({damage}): trying the one before")
+        tell(f"checkpoint of step {step} is damaged ({damage}): trying the one before")
     return None
 
 
-def find_best(folder: Path, say: Callable[[str], object] = tell) -> int | None:
+def find_best(folder: Path) -> int | None:
     """Finds the step that evaluated best, as the newest checkpoint says; the newest step where that one is gone."""
-    newest = find_newest(folder, say)
+    newest = find_newest(folder)
     if newest is None:
         return None
     best = int(_read_patiently(folder / f"step-{newest:08d}", _read_state)["best_step"])

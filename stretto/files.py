@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, ConfigError
 
 # What a run writes into its folder. Other files there are the user's own.
 RUN_FILES = ("lock", "config.toml", "labels.json", "events.jsonl", "report.html", "exit.json")
@@ -52,6 +52,19 @@ def open_new(path: Path) -> int:
 def open_in_place(path: Path) -> int:
     """Opens a file to append to, made if it is not there; an `OSError` where a link has its name."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def make_folder(key: str, folder: Path) -> None:
+    """Makes a folder that the user has named by `key`, unless it is there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key} = {str(folder)!r} cannot be a folder: {error.strerror}") from error
+
+
+def require_empty(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not an empty folder: choose another one to export to")
 
 
 def sync(path: Path) -> None:

@@ -17,7 +17,7 @@ from stretto.data import Data, open_data
 from stretto.data.stream import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
 from stretto.evaluate import evaluate
-from stretto.files import refuse_links
+from stretto.files import make_folder, refuse_links
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.mesh import Mesh, build_mesh
 from stretto.optim import learning_rate, set_learning_rate, weight_writer
@@ -271,10 +271,7 @@ def _count(config: Config, batches: list[tuple[int, Batch]]) -> list[int]:
 def _prepare_folder(folder: Path, resume: bool) -> None:
     if not resume and (folder / "checkpoints").exists():
         raise CheckpointError(f"{folder} already holds a run: add --resume to go on with it, or set another run.dir")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run.dir = {str(folder)!r} cannot be a folder: {error.strerror}") from error
+    make_folder("run.dir", folder)
     refuse_links(folder)
 
 

@@ -13,7 +13,7 @@ from stretto import checkpoint
 from stretto.config import Config, dump_config, load_config
 from stretto.data import Tokenizer, load_tokenizer
 from stretto.errors import CheckpointError, ConfigError
-from stretto.files import refuse_links, write_text
+from stretto.files import refuse_links, require_empty, write_text
 from stretto.model import Model, build_model, sites
 from stretto.techniques import find_changes, load_all
 from stretto.weights import take
@@ -63,8 +63,7 @@ def _load_labels(path: Path) -> tuple[str, ...]:
 
 def write_folded(target: Path, trained: Trained) -> None:
     """Writes a run folder with this model alone, as a plain model that computes the same."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not an empty folder: choose another one to export to")
+    require_empty(target)
     config = trained.config
     changes = find_changes(config, trained.device)
     if not changes:

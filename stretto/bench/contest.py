@@ -30,6 +30,7 @@ from stretto.bench.peers import MODES
 from stretto.bench.workloads import WORKLOADS, Workload, fit_to_device
 from stretto.config import PRESETS, Config, TechniquesConfig, build_config, dump_config, load_config
 from stretto.errors import ConfigError, StrettoError
+from stretto.files import make_folder
 from stretto.page import EVAL, INK, STYLE, TRAIN
 from stretto.runtime import Runtime, choose_device, describe_environment
 
@@ -107,10 +108,7 @@ def choose_contestants(against: Sequence[str]) -> list[str]:
 def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> Job:
     """Writes the contestant's recipe."""
     stem = out / name / contestant.replace(" ", "-")
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be a folder: {error.strerror}") from error
+    make_folder("--out", stem.parent)
     # The others use no techniques, and train.graphs is an option of our own training loop alone.
     foreign = {"stretto": (), "stretto hf": ("train.graphs",)}.get(contestant, ("techniques.", "train.graphs"))
     overrides = [override for override in overrides if not override.startswith(foreign)]

@@ -26,6 +26,7 @@ from stretto.convert.names import Match, match, to_ours, to_theirs
 from stretto.data import Tokenizer
 from stretto.data.tokenizer import NUM_BYTES, SPECIALS, ByteTokenizer
 from stretto.errors import CheckpointError, ConfigError, DataError
+from stretto.files import require_empty
 from stretto.model import AddingNorm, Model, build_model
 from stretto.weights import Write, initialise, put, take
 
@@ -128,8 +129,7 @@ def load_model(folder: Path) -> Model:
 
 def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels: Sequence[str] = ()) -> None:
     """Publishes a model as a folder that `from_pretrained` loads; only images have no tokenizer."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists and is not an empty folder: choose another one to export to")
+    require_empty(target)
     if any(isinstance(module, AddingNorm) for module in model.modules()):
         raise ConfigError(
             "this model was trained without norms, which every Hugging Face model has:"
