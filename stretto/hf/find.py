@@ -463,7 +463,8 @@ def with_labels(model: PreTrainedModel, batch: Batch, called: nn.Module) -> Iter
 def draw_labelled(model: PreTrainedModel) -> Iterator[tuple[str, Batch]]:
     """A batch with padding at the end of rows, with each kind of labels."""
     batch = draw_padded(model, ("right",), ("own",), "ids")
-    return iter(()) if batch is None else with_labels(model, batch, model)
+    if batch is not None:
+        yield from with_labels(model, batch, model)
 
 
 def masks_of(batch: Batch) -> list[Tensor]:

@@ -158,6 +158,20 @@ def test_a_model_that_cannot_be_helped_comes_back_untouched() -> None:
     stretto.restore(model)
 
 
+def test_a_model_for_which_no_batch_can_be_drawn_is_accelerated_all_the_same() -> None:
+    """Its configuration lacks the ids that batches of a pair are made of."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    encoder = hf.BertConfig(**sizes, intermediate_size=48)
+    decoder = hf.BertConfig(**sizes, intermediate_size=48, is_decoder=True, add_cross_attention=True)
+    model = stretto.accelerate(
+        hf.EncoderDecoderModel(hf.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
+    )
+    lines = stretto.hf.report(model).lines
+    assert any(line.role == "loss" and "cannot be tried" in str(line.problem) for line in lines)
+    assert any(line.role == "residual norm" and line.problem is None for line in lines)
+
+
 def test_an_error_undoes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that nobody expects, in the middle of it."""
     model, batch = build("llama"), draw_batch("llama")
