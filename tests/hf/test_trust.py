@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_helped_comes_back_untouched() -> None:
 def test_a_model_for_which_no_batch_can_be_drawn_is_accelerated_all_the_same() -> None:
     """Its configuration lacks the ids that batches of a pair are made of."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     encoder = hf.BertConfig(**sizes, intermediate_size=48)
     decoder = hf.BertConfig(**sizes, intermediate_size=48, is_decoder=True, add_cross_attention=True)
     model = stretto.accelerate(
