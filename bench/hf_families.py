@@ -63,6 +63,7 @@ from bench.hf_tiny import (
 FAULTS = ("wrong", "half exchanged", "raises in accelerate", "raises when called", "hangs or crashes")
 RESULTS = (*FAULTS, "equal", "not tried")
 FLOORS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # a few roundings, relative
+NOISE = 0.5  # relative error of an untouched gradient from which on it says nothing about the right one
 SEEDS = 5  # batches that a case is judged by, where the first looks wrong
 PATIENCE = 5  # seconds that may pass for one of computing: other programs compute, too
 MEMORY = 8 << 30  # bytes of addresses a child may have
@@ -132,7 +133,10 @@ def judge(
     ours: dict[str, Tensor], plain: Sequence[dict[str, Tensor]], exact: dict[str, Tensor], floor: float
 ) -> list[str]:
     """Where ours is not as near to the exact result as the farthest of the untouched runs is, up to a factor of two and
-    a floor. A gradient, or an output, that is nearly zero counts by the size of the largest."""
+    a floor. A gradient, or an output, that is nearly zero counts by the size of the largest. A gradient that is noise
+    in the untouched model has nothing to be compared with: CpmAntModel has one in bf16, and where torch reads memory
+    that nobody wrote, as in a convolution of DeformableDetrForObjectDetection under autocast on a CPU, it is anything.
+    """
     first = plain[0]
     problems = [f"{name}: not there" for name in first.keys() - ours.keys()]
     problems += [f"{name}: not there in the untouched model" for name in ours.keys() - first.keys()]
@@ -155,6 +159,8 @@ def judge(
             size = max(sizes[name], least[is_gradient] if name != "loss" else 0.0, 1e-30)
             error = float((found.double() - right).norm()) / size
             theirs = max(float((run[name].double() - right).norm()) / size for run in plain if name in run)
+            if is_gradient and not theirs <= NOISE:
+                continue
             if not error <= 2 * theirs + floor:
                 problems.append(f"{name}: off by {error:.2g}, untouched {theirs:.2g}")
     return sorted(problems, key=lambda p: (p.startswith("grad "), p))
@@ -297,12 +303,31 @@ def check_class(name: str, family: str, tell: Callable[[Result], None] = lambda 
     return result
 
 
+def remember_buffers(model: nn.Module) -> Callable[[], None]:
+    """Remembers what a call may change: statistics of batches, or tables that take over the precision of a call, and
+    keep the rounding when the next call is wider. Returns a function that gives it back."""
+    modules = list(model.modules())
+    known = [(m, name, buffer.clone()) for m in modules for name, buffer in m._buffers.items() if buffer is not None]
+
+    def forget() -> None:
+        for module, name, value in known:
+            buffer = module._buffers.get(name)
+            if buffer is None or buffer.shape != value.shape:
+                continue  # a table that has grown
+            if buffer.dtype == value.dtype:
+                buffer.copy_(value)
+            else:
+                module._buffers[name] = value.clone()
+
+    return forget
+
+
 class Untouched:
     """A model as transformers made it, in some precision, and its runs, which are needed more than once."""
 
     def __init__(self, model: PreTrainedModel, form: Form) -> None:
         self.model, self.form = model, form
-        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.forget = remember_buffers(model)
         self.runs: dict[Any, dict[str, Tensor]] = {}
 
     def draw(self, case: Case, seed: int = 0) -> Batch:
@@ -312,14 +337,8 @@ class Untouched:
         key = case, seed, autocast
         if key not in self.runs:
             self.runs[key] = learn(self.model.train(case.training), self.draw(case, seed), autocast)
-            self._forget()
+            self.forget()
         return self.runs[key]
-
-    def _forget(self) -> None:
-        """Statistics of batches, for instance."""
-        for name, buffer in self.model.named_buffers():
-            if name in self.buffers and self.buffers[name].shape == buffer.shape:
-                buffer.copy_(self.buffers[name])
 
     def nudged(self, seed: int, dtype: torch.dtype) -> Untouched:
         """With weights that are off by about a rounding: where its results then are, chance may take them."""
@@ -439,6 +458,7 @@ def _compare(
     chances: list[Untouched] = []
     runs: list[dict[str, Tensor]] = []
     problems: list[str] = []
+    forget = remember_buffers(ours)
     for seeds in (1, SEEDS):
         try:
             expected = [pool([one.learn(case, s, autocast) for s in range(seeds)]) for one in (plain, *chances)]
@@ -451,6 +471,8 @@ def _compare(
         except Exception as error:
             result.blame("raises when called", f"{where}: {_describe(error)}")
             return
+        finally:
+            forget()
         if seeds == 1:
             result.note_dtypes(where, runs[0], expected[0])
         problems = judge(pool(runs), expected, reference, floor)

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import stretto
@@ -95,6 +96,13 @@ def test_other_gradients_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     result = check_with(monkeypatch, accelerate)
     assert any("train" in where and "grad model.layers.0.mlp.up_proj" in where for where in result.faults["wrong"])
     assert not any("eval" in where for where in result.faults["wrong"])
+
+
+def test_what_is_noise_in_the_untouched_model_is_not_compared() -> None:
+    right = {"grad a": torch.ones(4), "grad b": torch.ones(4), "logits": torch.ones(4)}
+    noisy = right | {"grad a": torch.full((4,), 9e31)}
+    ours = {name: 3 * value for name, value in right.items()}
+    assert [problem.split(":")[0] for problem in hf_families.judge(ours, [noisy], right, 1e-3)] == ["logits", "grad b"]
 
 
 def test_an_error_in_some_calls_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
