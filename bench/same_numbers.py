@@ -51,7 +51,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bf16": {"train.precision": "bf16"},
     "bf16 split": {"train.precision": "bf16", "techniques.fused.weights": "split"},
     "bf16 all": {"train.precision": "bf16", "techniques.fused.weights": "bf16", "techniques.fused.moments": "bf16"},
-    "recompute": {"techniques.fused.weights": "fp32", "techniques.fused.recompute": True},
+    "recompute": {"techniques.fused.weights": "fp32", "techniques.lean.norms": "input"},
     "micro": {"train.micro_batches": 2},
     "micro fused drop": PRE
     | {"train.micro_batches": 2, "techniques.fused.weights": "fp32", "techniques.layer_drop": True},

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from stretto.batch import Batch, Counts, Layout, Sequences, dense_layout
 from stretto.config import ModelConfig, ParallelConfig
+from stretto.memory import Keep
 from stretto.model import Block, Rotary, rotary_angles
 from stretto.parallel import gather
 from stretto.parallel.sequence import Splitter
@@ -168,7 +169,7 @@ def build_block(
         nn.init.ones_(norm.weight)  # type: ignore[arg-type]
     block.__class__ = MegatronBlock if way.method == "megatron" and group is not None else FusedBlock
     assert isinstance(block, FusedBlock)
-    block.recompute = recompute
+    block.keep = Keep(mlp="product" if recompute else "activation")
     if isinstance(block, MegatronBlock) and group is not None:
         block.group = group
         _split_weights(block, cfg)

@@ -37,17 +37,22 @@ def attend(
     key: Tensor | None = None,
     scale: float | None = None,
     window: int = 0,
+    by_key: bool = False,
 ) -> Tensor:
     """q [T, H, D], k and v [T', K, D] to [T, H, D]; softmax(scale q k + bias) v inside each sequence, with a scale of
     1 / sqrt(D) unless another is given. Causal queries see their last `window` keys, or all. Our own kernels drop by
-    `key`, or by a new one; all others by torch's generator."""
+    `key`, or by a new one; all others by torch's generator. `by_key`: what is dropped must be a function of the key, so
+    our own kernels are used wherever something is dropped."""
     if q_layout.segment is not None:
         assert bias is None, "biases are for whole sequences"
         return q_layout.segment.attend(q, k, v, k_layout is q_layout, dropout, key, scale)
     dense, padded = q_layout.dense and k_layout.dense, not (q_layout.lengths is None and k_layout.lengths is None)
     window = window if causal and window < k_layout.max_len else 0
+    ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
+    if by_key and dropout:
+        assert key is not None and not window and not padded, "what our own kernels know"
+        return attention(q, k, v, *ends, causal, scale, bias, dropout, key)
     if not padded and _fits_kernels(q):
-        ends = (q_layout.offsets, k_layout.offsets, q_layout.max_len, k_layout.max_len)
         ours = (
             bias is not None or is_short(q, k_layout.max_len) or (not dense and (dropout or k_layout.max_len <= LONG))
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -18,6 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)|batch")
+MOVED = {"techniques.fused.recompute": "techniques.lean"}  # keys of earlier versions, and what does their work now
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,27 @@ class FusedConfig:
     # auto: split on a GPU in bf16, else fp32.
     weights: Literal["auto", "fp32", "split", "bf16"] = "auto"
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW
-    recompute: bool = False  # activate the MLP's inner values again in the backward pass instead of keeping them
+
+
+@dataclass(frozen=True)
+class LeanConfig:
+    # The memory that training may take, such as "16GiB", or a share of the GPU's, such as "80%": what is kept for the
+    # backward pass is then chosen block by block, as much as fits, and `mlp`, `qkv` and `blocks` are not asked. batch:
+    # what costs hardly any time is not kept, and the log says how large a batch the GPU could then take.
+    memory: str = ""
+    # What is kept for the backward pass; what follows from it is computed again there, with the same bits.
+    norms: Literal["input", "output"] = "output"  # output: kept anyway; gradients of a norm's scale are rounded once
+    mlp: Literal["activation", "product", "input"] = "product"  # product: the first one, before the activation
+    qkv: Literal["product", "input"] = "product"  # input: queries, keys and values are multiplied again
+    blocks: int = 0  # number of blocks, the first ones of each stack, of which nothing but their input is kept
+
+    def __post_init__(self) -> None:
+        _require_not_negative("techniques.lean", self, "blocks")
+        _require(
+            not self.memory or _MEMORY.fullmatch(self.memory) is not None,
+            f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', or a share of the GPU's"
+            " memory, such as '80%', or 'batch'",
+        )
 
 
 @dataclass(frozen=True)
@@ -266,6 +290,7 @@ class TechniquesConfig:
 
     standardize: StandardizeConfig | None = None
     fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
+    lean: LeanConfig | None = None
     layer_drop: LayerDropConfig | None = None
 
 
@@ -396,6 +421,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return build_config(tree)
 
 
+def read_memory(value: str, card: int) -> int:
+    """The bytes that techniques.lean.memory allows, of a GPU with so many; 0: it sets no limit."""
+    found = _MEMORY.fullmatch(value)
+    if found is None or found[1] is None:
+        return 0
+    return int(float(found[1]) * (2**30 if found[2] == "GiB" else card / 100))
+
+
 def build_config(tree: Mapping[str, Any]) -> Config:
     """The nested mapping of a recipe to a checked Config."""
     sections = get_type_hints(Config)
@@ -432,7 +465,10 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
     hints = get_type_hints(section)
     known = {item.name: hints[item.name] for item in fields(section)}
     for key in values:
-        if key not in known:
+        moved = MOVED.get(f"{name}.{key}")
+        if moved and values[key]:
+            raise ConfigError(f"{name}.{key} is gone: write [{moved}] instead")
+        if key not in known and not moved:
             raise ConfigError(f"unknown key {name}.{key}{_nearest(key, known)}")
     preset = values.get("preset")
     if name == "model" and preset:
@@ -443,7 +479,8 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
     said_all = {"layers", "vocab", "token_types", "image_size"} <= values.keys()
     if name == "model" and values.get("init") and not said_all:
         values = _start_from(_convert("model.init", str, values["init"]), values)
-    return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in values.items()})
+    given = {key: value for key, value in values.items() if key in known}
+    return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in given.items()})
 
 
 def _start_from(init: str, said: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class Cache:
 class AddingNorm(nn.Module):
     """What stands where a norm stood, and can take over the sum in front of it."""
 
+    from_output = False  # its backward pass reads what it gave, instead of what it was given
+
     def add(
         self,
         branch: Tensor | None,
@@ -86,6 +88,7 @@ class AddingNorm(nn.Module):
         p: float,
         key: Tensor | None,
         post: bool = False,
+        from_output: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The result, and the stream that goes on: x + dropout(branch + branch_bias), or with `post` the result."""
         raise TypeError("AddingNorm is abstract")

@@ -481,7 +481,7 @@ class RuledNorm(nn.Module):
         weight, bias = (self.weight, getattr(self, "bias", None)) if rule.keeps_affine else (None, None)
         measured = tokens is not None and self.training and torch.is_grad_enabled()
         rows = tokens.weigh(len(x), x.device) if tokens is not None and measured else None
-        return rule.add(branch, x, branch_bias, weight, bias, p, key, False, rows)
+        return rule.add(branch, x, branch_bias, weight, bias, p, key, False, rows, False)
 
 
 # What several of them compute

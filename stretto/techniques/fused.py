@@ -19,17 +19,21 @@ dropout is a kernel of its own: the others count rows from 0, and a mask has to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as compute_again
 
 from stretto.attention import attend
 from stretto.batch import Depth, Layout, Sequences, Share, Subset
 from stretto.config import Config, FusedConfig, OptimConfig
+from stretto.memory import Keep
 from stretto.model import (
     EVERYTHING,
     AddingNorm,
@@ -52,11 +56,12 @@ from stretto.ops.affine import add_affine
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.embedding import embed
-from stretto.ops.heads import project_heads
+from stretto.ops.heads import multiply_heads, project_heads
 from stretto.ops.language import product_dtype, triton
 from stretto.ops.linear import linear
 from stretto.ops.mlp import mlp
 from stretto.ops.norm import add_norm, norm
+from stretto.ops.remake import forgetting
 from stretto.optim import FlatAdamW
 from stretto.techniques.technique import Context, Estimate, Foreign, Sites, Technique
 
@@ -75,10 +80,11 @@ class Branch(NamedTuple):
 
 
 NOTHING = Branch()
+Run = Callable[[Tensor, Tensor], tuple[Tensor, Branch]]  # h and the stream to the stream and what is to be added to it
 
 
 class Fused(Technique):
-    name, exact, drops_by_place, by_block, default_outside = "fused", True, True, True, True
+    name, exact, drops_by_place, by_block, default_outside, keeps_as_told = "fused", True, True, True, True, True
     cfg: FusedConfig
 
     def __init__(self, cfg: FusedConfig, context: Context) -> None:
@@ -117,8 +123,6 @@ class Fused(Technique):
         for role in ("stack", "block", "embedding", "head"):
             for module in map(model.get_submodule, sites[role]):
                 module.__class__ = FUSED.get(type(module), type(module))
-        for module in map(model.get_submodule, sites["block"]):
-            module.recompute = self.cfg.recompute  # type: ignore[assignment]
         if self.parameter_dtype is not None:
             model.to(self.parameter_dtype)
 
@@ -186,7 +190,7 @@ class FusedStack(Stack):
 
 class FusedBlock(Block):
     KEYS = 6  # places that drop: in front of up to three norms, inside the MLP, and in up to two attentions
-    recompute: bool  # what the MLP keeps: see FusedConfig
+    keep = Keep()  # for the backward pass
 
     def forward(  # type: ignore[override]  # the stream, and what the next norm needs besides it
         self,
@@ -216,25 +220,50 @@ class FusedBlock(Block):
         if self.cross is not None and self.cross_norm is not None:
             parts = (layout, memory, memory_layout, memory_kv, cross_key)
             branches.insert(1, (self.cross_norm, lambda h: self.attend_memory(h, *parts)))
-        if self.pre_norm and share.scale is not None and (share.whole or not is_norm(self.attention_norm)):
-            x, put = take(share, x)
-            for (norm, branch), key in zip(branches, norm_keys, strict=False):
-                h, x = self.add(pending, x, norm, key, layout)
-                pending = branch(h) if share.whole else scale_branch(branch(h), share.scale)
-            return put(self.settle(pending, x, norm_keys[0], layout)), NOTHING
-        if self.pre_norm:
-            for (norm, branch), key in zip(branches, norm_keys, strict=False):
-                h, x = self.add(pending, x, norm, key, layout, share.part.subset)
-                places = None if share.part.subset is None else share.part.subset.places
-                # Not by _replace: torch 2.11 cannot compile a function that returns what that made.
-                out, bias, *_ = branch(h)
-                pending = Branch(out, bias, share.scale, places)
+        if not self.pre_norm:
+            assert pending.out is not None
+
+            def run(h: Tensor, x: Tensor) -> tuple[Tensor, Branch]:
+                for (norm, branch), key in zip(branches, norm_keys, strict=False):
+                    h, x = self.add(branch(h), x, norm, key, layout)
+                return x, Branch(h)
+
+            return self.run_inside(run, lambda x: x, pending.out, x)
+        settles = share.scale is not None and (share.whole or not is_norm(self.attention_norm))
+        x, put = take(share, x) if settles else (x, None)
+        wanted = None if settles else share.part.subset
+        scaled = partial(scale_branch, share, settles)
+
+        def run_rest(h: Tensor, x: Tensor) -> tuple[Tensor, Branch]:
+            pending = scaled(branches[0][1](h))
+            for (norm, branch), key in zip(branches[1:], norm_keys[1:], strict=False):
+                h, x = self.add(pending, x, norm, key, layout, wanted)
+                pending = scaled(branch(h))
             return x, pending
-        again = pending.out
-        assert again is not None
-        for (norm, branch), key in zip(branches, norm_keys, strict=False):
-            again, x = self.add(branch(again), x, norm, key, layout)
-        return x, Branch(again)
+
+        first, whole = branches[0][0], self.keep.block == "input"
+        h, x = self.add(pending, x, first, norm_keys[0], layout, wanted, keeps_input=whole)
+        x, pending = self.run_inside(run_rest, lambda x: self.add(NOTHING, x, first, None, layout, wanted)[0], h, x)
+        return (x, pending) if put is None else (put(self.settle(pending, x, norm_keys[0], layout)), NOTHING)
+
+    def run_inside(self, run: Run, restore: Callable[[Tensor], Tensor], h: Tensor, x: Tensor) -> tuple[Tensor, Branch]:
+        """The block behind its first norm, on h and the stream x. If the block keeps nothing but its input, all of it
+        is computed again in the backward pass: `restore` gives h once more, from x."""
+        if self.keep.block == "inside" or not torch.is_grad_enabled():
+            return run(h, x)
+        given, needs, stream = [h, x], (h.requires_grad, x.requires_grad), x.detach()
+        del h, x  # what is run again in the backward pass must not hold on to h
+
+        def run_again() -> tuple[Tensor, Branch]:
+            if given:
+                x, h = given.pop(), given.pop()
+            else:
+                with torch.no_grad():
+                    h = restore(stream)
+                h, x = (t.detach().requires_grad_(need) for t, need in zip((h, stream), needs, strict=True))
+            return run(h, x)
+
+        return compute_again(run_again, use_reentrant=False, preserve_rng_state=False)
 
     def add(
         self,
@@ -244,21 +273,23 @@ class FusedBlock(Block):
         key: Tensor | None,
         layout: Layout,
         wanted: Subset | None = None,
+        keeps_input: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The normalised sum, of the tokens that are wanted; and the stream that goes on: the sum itself, or post-norm
-        the normalised one."""
+        the normalised one. `keeps_input`: the norm keeps what it reads, whatever it was told."""
         p, post = self.dropout if self.training else 0.0, not self.pre_norm
         rows = find_rows(layout)
         if rows is not None and branch.out is not None and key is not None:
             branch = branch._replace(out=dropout(add_bias(branch), p, key, rows), bias=None)
             p, key = 0.0, None
+        from_output = getattr(norm, "from_output", False) and not keeps_input
         if isinstance(norm, AddingNorm):
-            return norm.add(branch.out, x, branch.bias, p, key, post)
+            return norm.add(branch.out, x, branch.bias, p, key, post, from_output)
         if isinstance(norm, nn.Identity):
             return add_affine(branch.out, x, branch.bias, None, None, p, key, post)
         some = (None, 0) if wanted is None else (wanted.places, len(wanted.tokens))
         parts = (*norm_parts(norm), p, key, post, branch.scale, branch.places, *some)
-        return add_norm(branch.out, x, branch.bias, *parts)
+        return add_norm(branch.out, x, branch.bias, *parts, from_output=from_output)
 
     def settle(self, branch: Branch, x: Tensor, key: Tensor | None, layout: Layout) -> Tensor:
         """The stream with the last branch added to it, where the next norm cannot do that."""
@@ -269,9 +300,11 @@ class FusedBlock(Block):
         at = self.attention
         parts = [at.heads, at.kv_heads, at.kv_heads]
         angles = () if rotary is None else (rotary.cos, rotary.sin)
-        q, k, v = project_heads(h, at.qkv.weight, at.qkv.bias, parts, *angles)
-        p = at.dropout if self.training else 0.0
-        out = attend(q, k, v, layout, layout, at.causal, p, key=key, window=at.window).flatten(1)
+        made_of = (h, at.qkv.weight, at.qkv.bias, parts, *angles)
+        q, k, v = project_heads(*made_of)
+        p, by_key = at.dropout if self.training else 0.0, self.keep.block == "input"
+        with self.keeping(q, made_of):
+            out = attend(q, k, v, layout, layout, at.causal, p, key=key, window=at.window, by_key=by_key).flatten(1)
         return Branch(linear(out, at.out.weight), at.out.bias)
 
     def attend_memory(
@@ -285,11 +318,20 @@ class FusedBlock(Block):
     ) -> Branch:
         at = self.cross
         assert at is not None and memory is not None and memory_layout is not None
-        (q,) = project_heads(h, at.q.weight, at.q.bias, [at.heads])
+        made_of = (h, at.q.weight, at.q.bias, [at.heads])
+        (q,) = project_heads(*made_of)
         k, v = kv or project_heads(memory, at.kv.weight, at.kv.bias, [at.heads, at.heads])
-        p = at.dropout if self.training else 0.0
-        out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key).flatten(1)
+        p, by_key = at.dropout if self.training else 0.0, self.keep.block == "input"
+        with self.keeping(q, made_of):
+            out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key, by_key=by_key).flatten(1)
         return Branch(linear(out, at.out.weight), at.out.bias)
+
+    def keeping(self, q: Tensor, made_of: tuple[Any, ...]) -> AbstractContextManager[None]:
+        """Around attention, which keeps queries, and keys and values next to them, or has them multiplied again."""
+        if self.keep.qkv == "product" or not torch.is_grad_enabled():
+            return nullcontext()
+        h, *others = made_of
+        return forgetting(q, partial(multiply_heads, h.detach(), *others))
 
     def expand(self, h: Tensor, key: Tensor | None, layout: Layout) -> Branch:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
@@ -299,7 +341,7 @@ class FusedBlock(Block):
         if p > 0.0 and key is not None and rows is not None:
             inner = activate(linear(h, up.weight), up.bias, self.mlp.activation, 0.0, None)
             return Branch(linear(dropout(inner, p, key, rows), down.weight, mine), left)
-        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute)
+        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.keep.mlp)
         return Branch(out, left)
 
 
@@ -364,8 +406,16 @@ def add_bias(branch: Branch) -> Tensor:
     return branch.out if branch.bias is None else branch.out + branch.bias.to(branch.out.dtype)
 
 
-def scale_branch(branch: Branch, scale: Tensor) -> Branch:
-    return Branch(*(None if part is None else scale * part for part in branch[:2]))
+def scale_branch(share: Share, settles: bool, branch: Branch) -> Branch:
+    """The branch times the factor of the share: at once, or by the norm that adds it, unless `settles` says that none
+    can; or not at all, where the factor is that of the block as a whole."""
+    if not settles:
+        places = None if share.part.subset is None else share.part.subset.places
+        # Not by _replace: torch 2.11 cannot compile a function that returns what that made.
+        return Branch(branch.out, branch.bias, share.scale, places)
+    if share.whole or share.scale is None:
+        return branch
+    return Branch(*(None if part is None else share.scale * part for part in branch[:2]))
 
 
 def is_norm(module: nn.Module) -> bool:

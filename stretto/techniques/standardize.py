@@ -90,10 +90,11 @@ class Pressure:
         key: Tensor | None,
         post: bool,
         rows: Tensor | None,
+        from_output: bool,
     ) -> tuple[Tensor, Tensor]:
         rows, factor = (None, None) if rows is None or self.factor is None else (rows, self.factor)
         parts = (branch, x, branch_bias, weight, bias, p, key, post)
-        return add_affine(*parts, rows, factor, self.stride, self.axis)
+        return add_affine(*parts, rows, factor, self.stride, self.axis, from_output=from_output)
 
     def measure(self, y: Tensor, rows: Tensor) -> None:
         """Adds the loss of a site in an evaluation to that of its batch."""
@@ -127,9 +128,10 @@ class Affine(AddingNorm):
         p: float,
         key: Tensor | None,
         post: bool = False,
+        from_output: bool = False,
     ) -> tuple[Tensor, Tensor]:
         parts = (branch, x, branch_bias, self.weight, self.bias, p, key, post)
-        y, stream = self.pressure.add(*parts, self.rows if self.training else None)
+        y, stream = self.pressure.add(*parts, self.rows if self.training else None, from_output)
         if not self.training and self.rows is not None:
             self.pressure.measure(y, self.rows)
         return y, stream

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from stretto.batch import Batch
 from stretto.config import Config, ModelConfig, OptimConfig, build_config
 from stretto.errors import ConfigError
+from stretto.memory import Keep
 from stretto.mesh import Mesh
 
 Sites = Mapping[str, Sequence[str]]  # role -> names of the modules that play it (model.sites)
@@ -53,6 +54,9 @@ class Context:
     micro_batches: int = 1  # of an update, over all processes
     seq_len: int = 0  # longest sequence in tokens
     padded: bool = False  # batches are rectangles with padding
+    compiled: bool = False  # torch.compile
+    tokens: int = 0  # most tokens of a micro-batch in this process, on one side of it
+    sequences: int = 0  # samples of a micro-batch of the recipe; 0: it is measured in tokens
     part: tuple[int, ...] = ()  # the part of each micro-batch that is this process's; (): all of it
 
 
@@ -93,9 +97,10 @@ class NormRule(Protocol):
         key: Tensor | None,
         post: bool,
         rows: Tensor | None,
+        from_output: bool,
     ) -> tuple[Tensor, Tensor]:
         """The result, and the stream that goes on, as AddingNorm.add in model.py. `rows` are weights of tokens in a
-        training step; None: nothing is measured."""
+        training step; None: nothing is measured. `from_output`: the backward pass reads the result."""
         ...
 
 
@@ -111,6 +116,10 @@ class Foreign(Protocol):
 
     def use_kernels(self) -> None:
         """Lets modules compute what they compute by the kernels of ops."""
+        ...
+
+    def keep_less(self, keep: Keep) -> Sequence[nn.Module]:
+        """Tells modules what to keep for the backward pass, as far as they can; gives the norms that it told."""
         ...
 
     def replace_norms(self, name: str, build: Callable[[int], R]) -> R:
@@ -135,6 +144,7 @@ class Technique:
     splits_sequences: ClassVar[bool] = False  # a process has a part of the tokens of each sequence
     default_outside: ClassVar[bool] = False  # models of others have it unless told otherwise
     by_block: ClassVar[bool] = False  # torch.compile takes each block by itself, not the model as a whole
+    keeps_as_told: ClassVar[bool] = False  # blocks keep for the backward pass what their `keep` says (memory.py)
 
     def __init__(self, cfg: Any, context: Context) -> None:
         self.cfg, self.context = cfg, context

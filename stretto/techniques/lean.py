@@ -1,0 +1,195 @@
+"""Tempo's memory reduction: what the backward pass needs is kept in fewer bytes, or computed again.
+
+Training keeps, for each token and block, what its gradients are computed from (memory.py counts it). Much of it says
+the same twice. Tempo (arXiv 2210.10246) drops the second copy where the first one will do, and no product is computed
+again for it; beyond that, each further byte costs time. This technique sets what each block keeps (`Keep`):
+
+    norms    output   the backward pass of a norm reads what the norm gave, which the product behind it keeps anyway
+    mlp      product  the activation is computed again, by the kernel that reads the product for its gradient
+             input    the first product, too
+    qkv      input    queries, keys and values are multiplied again, and attention is not
+    blocks            the first blocks of each stack are computed again as a whole
+
+All but the first give the same bits. A norm's output determines its normalised input, (y - bias) / weight, up to the
+rounding of y: the gradient of the stream is as exact as before, and that of the norm's weight gets one rounding more.
+A channel whose weight is near 0 has lost its input: every LOOK updates the weights are looked at, between two updates,
+and a norm with such a channel keeps its input from then on. Which norms do is part of the state of a run.
+
+`memory` is a dial over all of this. From the bytes that each choice frees and the time that it costs, an exact search
+finds the fastest combination, block by block, whose peak is within the given memory. The times are a rule, products and
+bytes at the rates of one GPU, so that a resumed run and any number of processes choose alike; of what is then chosen,
+nothing changes a number. Rates that are off by a common factor give the same choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from stretto.config import LeanConfig, ModelConfig, read_memory
+from stretto.errors import ConfigError
+from stretto.memory import Keep, Needs, block_bytes, kv_width, mlp_widths, predict
+from stretto.ops.attention import MOST_CHANNELS
+from stretto.ops.norm import can_restore
+from stretto.techniques.technique import Context, Foreign, Sites, Technique
+
+LOOK = 64  # updates between two looks at the weights of norms
+PRODUCTS, ATTENTION, BYTES = 600e12, 250e12, 4e12  # FLOP/s, FLOP/s and bytes/s of an H200 in 16 bits
+GIB = 2**30
+
+
+class Lean(Technique):
+    name, exact = "lean", True
+    cfg: LeanConfig
+    keeps: tuple[Keep, ...] = ()  # what each block keeps, in the order of the forward pass
+    words = ""  # for the log
+
+    def __init__(self, cfg: LeanConfig, context: Context) -> None:
+        super().__init__(cfg, context)
+        self.norms: Mapping[str, Any] = {}  # those whose backward pass may read their output, by name
+        self.looked = False  # at the weights of these norms
+
+    def check(self, others: Sequence[Technique]) -> list[str]:
+        model, cfg, reasons = self.context.model, self.cfg, []
+        again = [key for key in ("memory", "qkv", "blocks") if getattr(cfg, key) != getattr(LeanConfig(), key)]
+        if model is None:
+            way = "use gradient_checkpointing_enable() to compute layers of a Hugging Face model again"
+            return [f"{', '.join(again)}: for Stretto's own models; {way}"] if again else []
+        if not any(other.keeps_as_told for other in others):
+            reasons.append("plain modules keep what torch keeps: set techniques.fused to true")
+        if cfg.memory.endswith("%") and self.context.device.type != "cuda":
+            reasons.append(f"memory = {cfg.memory!r} is a share of a GPU's memory, and there is none: name GiB")
+        if cfg.blocks and (problem := self._find_problem()):
+            reasons.append(f"blocks: {problem}")
+        if self.context.compiled and again:
+            reasons.append(f"{', '.join(again)}: torch.compile cannot compute again: set train.compile to false")
+        return reasons
+
+    def _find_problem(self) -> str:
+        """Why blocks cannot be computed again as a whole; empty: they can."""
+        model = self.context.model
+        if model is None or not model.attention_dropout:
+            return ""
+        kernels_know_no = {
+            "data.layout = 'padded'": self.context.padded,
+            "model.window": model.window > 0,
+            f"heads of more than {MOST_CHANNELS} channels": model.width // model.heads > MOST_CHANNELS,
+        }
+        found = [what for what, holds in kernels_know_no.items() if holds]
+        return f"with {found[0]}, attention_dropout draws random numbers that cannot be drawn again" if found else ""
+
+    def estimate(self, needs: Needs) -> Needs:
+        """Chooses what each block keeps; the time of what is computed again is that of the rule."""
+        self.keeps = self._fit_memory(needs) or self._follow_options(needs.model)
+        needs = replace(needs, keeps=self.keeps)
+        self.words = f"lean: {describe_keeps(self.keeps)}; {predict(needs).peak / GIB:.2f} GiB predicted at the peak"
+        if self.cfg.memory == "batch" and self.context.device.type == "cuda":
+            card = torch.cuda.get_device_properties(self.context.device).total_memory
+            self.words += f", and a batch {largest_batch(needs, card):.1f} times as large would fit"
+        return needs
+
+    def _follow_options(self, model: ModelConfig) -> tuple[Keep, ...]:
+        cfg = self.cfg
+        whole, others = Keep(cfg.norms, block="input"), Keep(cfg.norms, cfg.mlp, cfg.qkv)
+        return tuple(whole if i < cfg.blocks else others for _, count in model.stacks() for i in range(count))
+
+    def _fit_memory(self, needs: Needs) -> tuple[Keep, ...]:
+        """What fits into `memory`; nothing, if that sets no limit."""
+        in_card = self.cfg.memory.endswith("%")
+        card = torch.cuda.get_device_properties(self.context.device).total_memory if in_card else 0
+        memory = read_memory(self.cfg.memory, card)
+        if not memory:
+            return ()
+        options = list_options(self.cfg.norms, whole=not self._find_problem())
+        found = fit(needs, options, memory)
+        if not found:
+            least = predict(replace(needs, keeps=(options[-1],) * len(needs.keeps)))
+            raise ConfigError(
+                f"{self.key}.memory = {self.cfg.memory!r} cannot be met: with all blocks computed again a step takes"
+                f" about {least.peak / GIB:.2f} GiB, most of it at the {least.peak_at}; make the batch smaller, or split"
+                " the weights over processes (parallel.data = 'shard')"
+            )
+        return found
+
+    def apply(self, model: nn.Module, sites: Sites) -> None:
+        assert self.context.model is not None
+        blocks = sites["block"]
+        for name, keep in zip(blocks, self.keeps or self._follow_options(self.context.model), strict=True):
+            model.get_submodule(name).keep = keep  # type: ignore[assignment]
+        inside = [name for name in sites["norm"] if name.startswith(tuple(f"{block}." for block in blocks))]
+        self._tell_norms({name: model.get_submodule(name) for name in inside})
+
+    def attach(self, model: Foreign) -> None:
+        self._tell_norms(model.keep_less(Keep(self.cfg.norms, self.cfg.mlp)))
+        self.look()
+
+    def _tell_norms(self, norms: Mapping[str, nn.Module]) -> None:
+        self.norms = norms if self.cfg.norms == "output" else {}
+        for norm in self.norms.values():
+            norm.from_output = True  # type: ignore[assignment]
+
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
+        """Looks at norms in the same updates whether a run was interrupted or not."""
+        if step % LOOK == 0 or not self.looked:
+            self.look()
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """The host waits here for the device, before anything of an update has begun."""
+        self.looked = True
+        verdicts = [can_restore(norm.weight, getattr(norm, "bias", None)) for norm in self.norms.values()]
+        whole = [verdict.full_tensor() if isinstance(verdict, DTensor) else verdict for verdict in verdicts]
+        for norm, good in zip(self.norms.values(), torch.stack(whole).tolist() if whole else [], strict=True):
+            norm.from_output = good
+
+    def graph_key(self, step: int) -> tuple[str, ...]:
+        """A norm that has changed what it keeps runs other kernels."""
+        return tuple(self.find_lost())
+
+    def find_lost(self) -> list[str]:
+        """The norms that keep their input since their output does not say what it was."""
+        return [name for name, norm in self.norms.items() if not norm.from_output]
+
+    def metrics(self, num_batches: int) -> dict[str, float]:
+        lost = len(self.find_lost())
+        return {"norms_keeping_input": float(lost)} if lost else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lost": self.find_lost()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in state.get("lost", []):
+            self.norms[name].from_output = False
+        self.looked = "lost" in state
+
+    def describe(self) -> str:
+        return self.words
+
+
+class Option(NamedTuple):
+    """What a block may keep, and what follows from it."""
+
+    keep: Keep
+    kept: float  # bytes from the forward to the backward pass of the block, less its gradients, which come then
+    working: float  # bytes that the backward pass of the block needs besides
+    seconds: float  # of what is computed again
+
+
+def list_options(norms: str, whole: bool) -> list[Keep]:
+    """All that a block may keep, the least at the end. `whole`: blocks may be computed again as a whole."""
+    choices = product(("activation", "product", "input"), ("product", "input"))
+    keeps = [Keep(norms, mlp, qkv) for mlp, qkv in choices]  # type: ignore[arg-type]
+    return [*keeps, Keep(norms, block="input")] if whole else keeps  # type: ignore[arg-type]
+
+
+def fit(needs: Needs, options: Sequence[Keep], memory: int) -> tuple[Keep, ...]:
+    """The fastest choice of an option for each block with which a step takes at most so many bytes; nothing, if there
+    is none. The search is exact: what counts of the choices for the first blocks is how many bytes these keep, so for
+    each number of bytes only the fastest ones go on."""
+    ...
