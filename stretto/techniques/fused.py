@@ -299,7 +299,8 @@ class FusedBlock(Block):
         if p > 0.0 and key is not None and rows is not None:
             inner = activate(linear(h, up.weight), up.bias, self.mlp.activation, 0.0, None)
             return Branch(linear(dropout(inner, p, key, rows), down.weight, mine), left)
-        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.recompute)
+        keep = "product" if self.recompute else "activation"
+        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, keep)
         return Branch(out, left)
 
 
