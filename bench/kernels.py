@@ -174,7 +174,7 @@ def plain_mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: T
 
 def build_mlp(rows: int, width: int, inner: int, kind: str) -> Problem:
     weights = parameter(inner, width), parameter(inner), parameter(width, inner), parameter(width)
-    args = (activations(rows, width), *weights, kind, 0.0, None, FusedConfig().recompute)
+    args = (activations(rows, width), *weights, kind, 0.0, None, "product" if FusedConfig().recompute else "activation")
     return Problem(mlp, plain_mlp, args, products(2 * rows * width * inner), "TF/s")
 
 

@@ -213,7 +213,7 @@ class WholeMLP(Recognised):
     def multiply(self, x: Tensor, bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
         up, down = (self.child(name) for name in self.parts.linears)
         weights = weight_of(up), up.bias, weight_of(down), bias
-        return mlp(x, *weights, self.parts.activation, p, key, recompute=False)
+        return mlp(x, *weights, self.parts.activation, p, key, keep="activation")
 
 
 class WholeGatedMLP(WholeMLP):

@@ -6,18 +6,24 @@ Shapes: T tokens, C width, I inner width. x, out [T, C]; up_weight [I, C], or [2
 
 Why one operation: autograd sees only its ends, so what happens between them can be arranged. The bias in front of the
 activation is added by its kernel, unrounded, and its gradient falls out of the backward kernel; the gradient of h is a
-temporary, which that kernel overwrites with the gradient of the product; and with `recompute` h is not kept at all,
-since the backward kernel can write it again while it reads what it needs anyway. The results are the same, bit for bit,
-with and without.
+temporary, which that kernel overwrites with the gradient of the product; and `keep` chooses what stays till then:
 
-Kept for backward, bytes per token in a 16-bit type, next to the weights (plain torch in brackets, with dropout):
+    activation   the first product and h: nothing is computed twice
+    product      the first product alone: the backward kernel writes h again while it reads what it needs anyway
+    input        neither: the first product is computed once more, 2 T I C FLOPs (gated twice that), then as above
+
+All three give the same results, bit for bit. Bytes kept per token in a 16-bit type, next to the parameters (plain torch
+in brackets, with dropout):
 
                      gelu, gelu_tanh,     relu                swiglu, geglu
                      silu
-    recompute        2C + 2I              2C + 2I             2C + 4I
-    otherwise        2C + 4I  [2C + 5I]   2C + 2I  [2C + 5I]  2C + 6I  [2C + 9I]
+    activation       2C + 4I  [2C + 5I]   2C + 2I  [2C + 5I]  2C + 6I  [2C + 9I]
+    product          2C + 2I              2C + 2I             2C + 4I
+    input            2C                   2C                  2C
 
-Only gradients that are needed are computed. The products are in products.py; bias gradients are fp32 sums.
+Parameters may be wider than x: they are cast to its dtype where they are multiplied, and cast again by the backward
+pass, so that no 16-bit copy of them stays alive in between. Only gradients that are needed are computed. The products
+are in products.py; bias gradients are fp32 sums.
 """
 
 from __future__ import annotations
@@ -34,47 +40,61 @@ from stretto.ops.language import product_dtype, runs_kernels, wide_dtype
 from stretto.ops.op import Op, fill_in
 from stretto.ops.products import compute_dweight, compute_some_gradients, multiply
 
+KEEPS = ("activation", "product", "input")
+
 
 def _activate(pre: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
     return (activation.launch_activate if runs_kernels(pre) else activation.activate_ref)(pre, bias, kind, p, key)
 
 
+def _multiply_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
+    """Returns what the backward pass of the activation needs: x @ weight^T, or for relu h."""
+    weight = weight.to(x.dtype)
+    if kind == "relu":  # a sign decides here, and rounding without the bias could turn it
+        return _activate(multiply(x, weight, bias), None, kind, p, key)
+    return multiply(x, weight)
+
+
 def run_mlp(
     x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
-    kind: str, p: float, key: Tensor | None, recompute: bool,
+    kind: str, p: float, key: Tensor | None, keep: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns out; what the backward pass of the activation needs, x @ up_weight^T or for relu h; and h, which is empty
-    for relu, or if the backward pass recomputes h."""
-    if kind == "relu":  # a sign decides here, and rounding without the bias could turn it
-        h = _activate(multiply(x, up_weight, up_bias), None, kind, p, key)
-        return multiply(h, down_weight, down_bias), h, x.new_empty(0)
-    pre = multiply(x, up_weight)
-    h = _activate(pre, up_bias, kind, p, key)
-    return multiply(h, down_weight, down_bias), pre, x.new_empty(0) if recompute else h
+    """Returns out; the result of _multiply_up; and h. The last two are empty if they are not kept, and h is empty for
+    relu, which has it as the second already."""
+    kept, none = _multiply_up(x, up_weight, up_bias, kind, p, key), x.new_empty(0)
+    h = kept if kind == "relu" else _activate(kept, up_bias, kind, p, key)
+    kept = none if keep == "input" else kept  # gives its memory back before the second product
+    out = multiply(h, down_weight.to(x.dtype), down_bias)
+    return out, kept, h if keep == "activation" and kind != "relu" else x.new_empty(0)
 
 
 def _new_outputs(
-    x: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str, recompute: bool
+    x: Tensor, up_weight: Tensor, down_weight: Tensor, kind: str, keep: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, (width, inner) = x.shape[0], down_weight.shape
-    h = x.new_empty(0) if kind == "relu" or recompute else x.new_empty(rows, inner)
-    return x.new_empty(rows, width), x.new_empty(rows, up_weight.shape[0]), h
+    kept = x.new_empty(0) if keep == "input" else x.new_empty(rows, up_weight.shape[0])
+    h = x.new_empty(rows, inner) if keep == "activation" and kind != "relu" else x.new_empty(0)
+    return x.new_empty(rows, width), kept, h
 
 
 def run_mlp_backward(
-    dout: Tensor, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, kept: Tensor,
-    h: Tensor | None, kind: str, p: float, key: Tensor | None, needed: list[bool],
+    dout: Tensor, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor,
+    kept: Tensor | None, h: Tensor | None, kind: str, p: float, key: Tensor | None, needed: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of x, up_weight, up_bias, down_weight and down_bias that are `needed`. The gradient of
-    up_bias has the dtype of up_bias, the gradient of down_bias is fp32. `kept` and `h` are as in run_down_backward."""
+    up_bias has the dtype of up_bias, the gradient of down_bias is fp32, the others have the dtype of x. `kept` and `h`
+    are as in run_down_backward; without `kept`, it is computed from x again."""
     need_x, need_up_weight, need_up_bias, need_down_weight, need_down_bias = needed
     some = [need_x or need_up_weight or need_up_bias, need_up_bias, need_down_weight]
-    gradients = run_down_backward(dout, kept, up_bias, down_weight, h, kind, p, key, some)
-    dpre, dup_bias, ddown_weight = fill_in(gradients, some)
+    dpre = dup_bias = ddown_weight = dx = dup_weight = None
+    if any(some):
+        kept = _multiply_up(x, up_weight, up_bias, kind, p, key) if kept is None else kept
+        gradients = run_down_backward(dout, kept, up_bias, down_weight, h, kind, p, key, some)
+        dpre, dup_bias, ddown_weight = fill_in(gradients, some)
     ddown_bias = dout.sum(0, dtype=wide_dtype(x.dtype)) if need_down_bias else None
-    dx = dup_weight = None
     if dpre is not None:
-        dx, dup_weight = compute_some_gradients(dpre, x if need_up_weight else None, up_weight if need_x else None)
+        weight = up_weight.to(x.dtype) if need_x else None
+        dx, dup_weight = compute_some_gradients(dpre, x if need_up_weight else None, weight)
     return [g for g in (dx, dup_weight, dup_bias, ddown_weight, ddown_bias) if g is not None]
 
 
@@ -89,7 +109,7 @@ def run_down_backward(
     want_h = need_weight and h is None
     dpre = dbias = dweight = None
     if need_pre:
-        dh, dweight = compute_some_gradients(dout, h if need_weight else None, weight)
+        dh, dweight = compute_some_gradients(dout, h if need_weight else None, weight.to(dout.dtype))
         wanted = (kind, p, key, want_h, need_bias)
         if runs_kernels(dout):
             dpre, again, dbias = activation.launch_activate_backward(dh, kept, bias, *wanted, overwrite_dh=True)
@@ -124,9 +144,10 @@ _mlp_backward = Op("mlp_backward", run_mlp_backward, fake=_new_gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *tensors, ctx.kind, ctx.p, key, recompute = inputs
+    *tensors, ctx.kind, ctx.p, key, keep = inputs
     _, kept, h = output
-    ctx.save_for_backward(*tensors, key, kept, None if recompute or ctx.kind == "relu" else h)
+    has_h = keep == "activation" and ctx.kind != "relu"
+    ctx.save_for_backward(*tensors, key, None if keep == "input" else kept, h if has_h else None)
     ctx.mark_non_differentiable(kept, h)
     ctx.set_materialize_grads(False)  # no zeros in place of the gradients of kept and h
 
@@ -142,11 +163,14 @@ def _backward(ctx: Any, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 
 def mlp(
     x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
-    kind: str, p: float, key: Tensor | None, recompute: bool,
+    kind: str, p: float, key: Tensor | None, keep: str,
 ) -> Tensor:  # fmt: skip
     """Returns the MLP of x [T, C], computed in the dtype of x or, like F.linear, of an enclosing autocast. Parameters
-    may be wider; their gradients have their own dtype. `key` [2] is needed where p > 0."""
+    may be wider; their gradients have their own dtype. `key` [2] is needed where p > 0. `keep` is what stays for the
+    backward pass, one of KEEPS."""
     check_activation(kind, p, key)
+    if keep not in KEEPS:
+        raise ValueError(f"an MLP keeps one of {', '.join(KEEPS)}, not {keep!r}")
     inner = down_weight.shape[-1]
     up_rows = 2 * inner if kind in GATES else inner
     if x.ndim != 2 or down_weight.ndim != 2 or up_weight.shape != (up_rows, x.shape[1]):
@@ -156,15 +180,14 @@ def mlp(
     for name, bias, weight in ("up", up_bias, up_weight), ("down", down_bias, down_weight):
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"the {name} bias is [{weight.shape[0]}], not {list(bias.shape)}")
-    dtype = product_dtype(x)
-    x, up_weight, down_weight = x.to(dtype), up_weight.to(dtype), down_weight.to(dtype)
-    return _mlp(x, up_weight, up_bias, down_weight, down_bias, kind, p, key if p > 0.0 else None, recompute)[0]
+    x, key = x.to(product_dtype(x)), key if p > 0.0 else None
+    return _mlp(x, up_weight, up_bias, down_weight, down_bias, kind, p, key, keep)[0]
 
 
 def _activate_multiply(
     pre: Tensor, bias: Tensor | None, weight: Tensor, kind: str, p: float, key: Tensor | None
 ) -> Tensor:
-    return multiply(_activate(pre, bias, kind, p, key), weight)
+    return multiply(_activate(pre, bias, kind, p, key), weight.to(pre.dtype))
 
 
 def _new_down_gradients(kept: Tensor, bias: Tensor | None, weight: Tensor, needed: list[bool]) -> list[Tensor]:
@@ -186,22 +209,23 @@ def _save_pre(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 @_activate_linear.gradient(_save_pre)
 def _backward_pre(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     pre, bias, weight, key = ctx.saved_tensors
-    need_pre, need_bias, need_weight = wanted = ctx.needs_input_grad[:3]
+    need_pre, need_bias, need_weight = ctx.needs_input_grad[:3]
     needed = [need_pre or need_bias, need_bias, need_weight]  # one kernel computes the first two
     found = _activate_linear_backward(dout, pre, bias, weight, None, ctx.kind, ctx.p, key, needed)
-    gradients = fill_in(found, needed)
-    return *(g if want else None for g, want in zip(gradients, wanted, strict=True)), None, None, None
+    dpre, dbias, dweight = fill_in(found, needed)
+    dweight = None if dweight is None else dweight.to(weight.dtype)
+    return dpre if need_pre else None, dbias, dweight, None, None, None
 
 
 def activate_linear(
     pre: Tensor, bias: Tensor | None, weight: Tensor, kind: str, p: float, key: Tensor | None
 ) -> Tensor:
     """Returns dropout(act(pre + bias)) @ weight^T, the second half of an MLP, for a caller that computes the first half
-    in another way. Only `pre` is kept: the backward kernel writes the activations again."""
+    in another way, in the dtype of `pre`. Only `pre` is kept: the backward kernel writes the activations again."""
     check_activation(kind, p, key)
     if kind == "relu":
         raise ValueError("activate_linear takes no relu, whose sign must be that of the rounded sum: use mlp")
     inner = pre.shape[-1] // 2 if kind in GATES else pre.shape[-1]
     if pre.ndim != 2 or weight.ndim != 2 or weight.shape[1] != inner:
         raise ValueError(f"{kind} of {list(pre.shape)} and a weight [out, {inner}], not {list(weight.shape)}")
-    return _activate_linear(pre, bias, weight.to(pre.dtype), kind, p, key if p > 0.0 else None)
+    return _activate_linear(pre, bias, weight, kind, p, key if p > 0.0 else None)

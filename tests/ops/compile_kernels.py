@@ -102,7 +102,7 @@ def call_products() -> list[Tensor]:
     for kind in KINDS:
         inner = gate if kind in ("swiglu", "geglu") else up
         for p in (0.0, 0.1):
-            found.append(mlp(make(T, C), inner, parameter(len(inner)), down, None, kind, p, KEY, True))
+            found.append(mlp(make(T, C), inner, parameter(len(inner)), down, None, kind, p, KEY, "product"))
     found.append(activate_linear(make(T, 2 * C), parameter(2 * C), down, "gelu", 0.1, KEY))
     angles = torch.zeros(T, D // 2)
     heads = C // D
