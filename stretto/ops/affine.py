@@ -22,9 +22,12 @@ arrives: nothing has to travel from here to the loss, so recomputation, sharded 
 of a token are taken in the backward kernel, where its row is in registers anyway. Statistics of channels are taken
 from every `stride`-th row after the forward kernel.
 
+With `from_output` (residual.py) the backward pass reads y in place of the stream: the pull takes y itself, dresidual
+does not change, and dweight takes stream = (y - bias) / weight, which adds one rounding to it and is 0 in lost channels.
+
 Shapes: branch, residual, stream, y [T, C], one dtype; weight and biases [C], any float dtype, their gradients in it;
 rows [T], fp32, 0 unless the row's number is a multiple of `stride`; factor [], fp32, read by the backward pass.
-Saved for backward: stream; rows; stats, fp32, [2, C] (mean, variance) or [2, 0] (token); the dropout key.
+Saved for backward: stream, or with `from_output` y; rows; stats, fp32, [2, C] (mean, variance) or [2, 0] (token); the dropout key.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from stretto.ops.dropout import keeps, row_words
 from stretto.ops.language import dense_rows, jit, tl, wide, wide_dtype
 from stretto.ops.norm import check_width
 from stretto.ops.op import Op
-from stretto.ops.residual import Backward, Forward, add_row, store_sums
+from stretto.ops.residual import Backward, Forward, add_row, invert, store_sums
 
 EPS = 1e-5  # a dead token or channel is pulled back by a finite force
 AXES = ("token", "channel", "layer")
@@ -81,23 +84,26 @@ def add_affine_ref(
     a: Forward, rows: Tensor | None, factor: Tensor | None, stride: int, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, stream and stats."""
-    y, stream, stats = new_outputs(a.branch, a.residual, rows, axis)
+    y, stream, stats = new_outputs(a.branch, a.residual, a.carry, rows, axis)
     x = a.residual
     if a.branch is not None:
         x = stream.copy_(shared.add_ref(a.branch, x, a.branch_bias, a.p, a.key))
-    fill_stats(stats, x, a, rows, stride, axis)
-    return y.copy_(affine_ref(x, a.weight, a.bias)), stream, stats
+    y.copy_(affine_ref(x, a.weight, a.bias))
+    fill_stats(stats, x, y, a, rows, stride, axis)
+    return y, stream, stats
 
 
-def affine_backward_ref(a: Backward, bias: Tensor | None, rows: Tensor | None, factor: Tensor | None) -> list[Tensor]:
+def affine_backward_ref(a: Backward, rows: Tensor | None, factor: Tensor | None) -> list[Tensor]:
     """Returns the gradients in the order of split_gradient_ref."""
     dy, dx = shared.open_gradient_ref(a)
     sums = []
     if dy is not None:
         if rows is not None and factor is not None:
-            dy = dy + factor * pull_ref(affine_ref(a.stream, a.weight, bias), rows, a.stats)
+            y = wide(a.kept) if a.from_output else affine_ref(a.kept, a.weight, a.bias)
+            dy = dy + factor * pull_ref(y, rows, a.stats)
         dx = dx + (dy if a.weight is None else dy * a.weight)
-        sums = [(a.weight_dtype, dy * a.stream), (a.bias_dtype, dy)]
+        stream = shared.restore_ref(a.kept, a.weight, a.bias) if a.from_output else a.kept
+        sums = [(a.weight_dtype, dy * stream), (a.bias_dtype, dy)]
     return shared.split_gradient_ref(a, dx, sums, None, None)
 
 
@@ -123,17 +129,17 @@ def _affine_kernel(
 @jit
 def _affine_backward_kernel(
     dy_ptr, dstream_ptr,  # None: y, or stream, was not used
-    stream_ptr,
+    kept_ptr,  # the stream, or with FROM_OUTPUT y
     stats_ptr,  # None: a token has its own statistics
-    weight_ptr, key_ptr, bias_ptr,
+    weight_ptr, bias_ptr, key_ptr,
     rows_ptr,  # None: nothing is pulled
     factor_ptr, dresidual_ptr,
     dbranch_ptr,  # None: dresidual serves as both
     sums_ptr,  # [programs, the sums asked for, cols]
-    rows, cols, dy_stride, dstream_stride, stream_stride, P: tl.constexpr,
+    rows, cols, dy_stride, dstream_stride, kept_stride, P: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DBRANCH_BIAS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     POST: tl.constexpr,  # dstream is the gradient of a second y
-    EPSILON: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
@@ -144,6 +150,8 @@ def _affine_backward_kernel(
     bias = tl.zeros([BLOCK], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    if FROM_OUTPUT:
+        inverse = invert(weight, bias)
     if rows_ptr is not None:
         factor = tl.load(factor_ptr)
         if stats_ptr is not None:
@@ -159,11 +167,11 @@ def _affine_backward_kernel(
             dy = tl.load(dy_ptr + row * dy_stride + col, mask=inside, other=0.0).to(tl.float32)
             if POST:
                 dy += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
-            x = tl.load(stream_ptr + row * stream_stride + col, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(kept_ptr + row * kept_stride + col, mask=inside, other=0.0).to(tl.float32)
             if rows_ptr is not None:
                 strength = factor * tl.load(rows_ptr + row)
                 if strength != 0.0:
-                    y = x * weight + bias
+                    y = x if FROM_OUTPUT else x * weight + bias
                     if stats_ptr is None:
                         mean = tl.sum(tl.where(inside, y, 0.0), 0) / cols
                         away = tl.where(inside, y - mean, 0.0)
@@ -173,7 +181,7 @@ def _affine_backward_kernel(
                         dy += strength * (means + (1 - 1 / (variances + EPSILON)) * (y - means))
             dx = dy * weight
             if DWEIGHT:
-                dweight += dy * x
+                dweight += dy * ((x - bias) * inverse if FROM_OUTPUT else x)
             if DBIAS:
                 dbias += dy
         if dstream_ptr is not None and not POST:
@@ -189,19 +197,18 @@ def _affine_backward_kernel(
 
 
 def new_outputs(
-    branch: Tensor | None, residual: Tensor, rows: Tensor | None, axis: str
+    branch: Tensor | None, residual: Tensor, carry: bool, rows: Tensor | None, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty y, stream and stats; the stream is empty without a branch, as in norm.py."""
-    num_rows, cols = residual.shape
+    """Empty y, stream and stats."""
     by_channel = rows is not None and axis != "token"
-    stats = residual.new_empty(2, cols if by_channel else 0, dtype=wide_dtype(residual.dtype))
-    return residual.new_empty(num_rows, cols), residual.new_empty(0 if branch is None else num_rows, cols), stats
+    stats = residual.new_empty(2, residual.shape[1] if by_channel else 0, dtype=wide_dtype(residual.dtype))
+    return residual.new_empty(residual.shape), shared.new_stream(branch, residual, carry), stats
 
 
-def fill_stats(stats: Tensor, stream: Tensor, a: Forward, rows: Tensor | None, stride: int, axis: str) -> None:
-    """Fills in the statistics of y as the backward pass computes y again, which is not rounded."""
+def fill_stats(stats: Tensor, x: Tensor, y: Tensor, a: Forward, rows: Tensor | None, stride: int, axis: str) -> None:
+    """Fills in the statistics of y as the backward pass has it: kept, or computed again from x and not rounded."""
     if rows is not None and stats.numel():
-        y = affine_ref(stream[::stride], a.weight, a.bias)
+        y = y[::stride] if a.from_output else affine_ref(x[::stride], a.weight, a.bias)
         for part, value in zip(stats, moments_ref(y, rows[::stride], axis), strict=True):
             part.copy_(value)
 
@@ -209,16 +216,14 @@ def fill_stats(stats: Tensor, stream: Tensor, a: Forward, rows: Tensor | None, s
 def launch_add_affine(
     a: Forward, rows: Tensor | None, factor: Tensor | None, stride: int, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, stream, stats = new_outputs(a.branch, a.residual, rows, axis)
+    y, stream, stats = new_outputs(a.branch, a.residual, a.carry, rows, axis)
     shared.launch_forward(_affine_kernel, a, y, stream)
-    fill_stats(stats, a.residual if a.branch is None else stream, a, rows, stride, axis)
+    fill_stats(stats, a.residual if a.branch is None else stream, y, a, rows, stride, axis)
     return y, stream, stats
 
 
-def launch_affine_backward(
-    a: Backward, bias: Tensor | None, rows: Tensor | None, factor: Tensor | None
-) -> list[Tensor]:
-    own = (a.stats if a.stats.numel() else None, dense_rows(a.weight), a.key, dense_rows(bias), rows, factor)
+def launch_affine_backward(a: Backward, rows: Tensor | None, factor: Tensor | None) -> list[Tensor]:
+    own = (a.stats if a.stats.numel() else None, dense_rows(a.weight), dense_rows(a.bias), a.key, rows, factor)
     return shared.launch_backward(_affine_backward_kernel, a, *own, EPSILON=EPS)
 
 
@@ -227,8 +232,8 @@ _affine_backward = Op("affine_backward", affine_backward_ref, launch_affine_back
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *_, bias, _, _, _, rows, factor, _, _ = inputs
-    shared.save(ctx, inputs, output, True, bias, rows, factor)
+    *_, rows, factor, _, _ = inputs
+    shared.save(ctx, inputs, output, True, rows is not None, rows, factor)
 
 
 @_add_affine.gradient(_save)
@@ -240,10 +245,13 @@ def add_affine(
     branch: Tensor | None, residual: Tensor, branch_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     p: float, key: Tensor | None, post: bool = False,
     rows: Tensor | None = None, factor: Tensor | None = None, stride: int = 1, axis: str = "token",
+    from_output: bool = False, carry: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y, the affine of stream = residual + dropout(branch + branch_bias), and what the next branch is added to:
     the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. `rows` and `factor`,
-    both or neither, say how strongly the backward pass pulls y towards mean 0 and variance 1."""
+    both or neither, say how strongly the backward pass pulls y towards mean 0 and variance 1. With `from_output` y is
+    kept for the backward pass and not the stream: y must not be changed in place. With `carry` the kernel adds both
+    gradients of a residual without a branch."""
     check_width(residual, branch_bias, weight, bias)
     if (rows is None) != (factor is None) or (rows is not None and rows.shape != residual.shape[:1]):
         found = None if rows is None else list(rows.shape)
@@ -253,6 +261,6 @@ def add_affine(
     if branch is None and branch_bias is not None:
         raise ValueError("add_affine takes a branch_bias only with a branch")
     p, key = shared.check_sum("add_affine", branch, residual, p, key)
-    pull = (rows, factor, stride, axis)
-    y, stream, _ = _add_affine(branch, residual, branch_bias, weight, bias, p, key, post, *pull)
-    return shared.choose_results(branch, residual, y, stream, post)
+    given = (branch, residual, branch_bias, weight, bias, p, key, post, from_output, carry)
+    y, stream, _ = _add_affine(*given, rows, factor, stride, axis)
+    return shared.choose_results(branch, residual, y, stream, post, carry)

@@ -93,7 +93,7 @@ def embed_backward_ref(a: Forward, dy: Tensor) -> tuple[Tensor, Tensor]:
     x = sum_rows_ref(a)
     stats = stats_ref(x, a.eps, a.rms)
     xhat = normalized_ref(x, stats)
-    dx = norm_gradient_ref(g * a.weight, xhat, stats)
+    dx = norm_gradient_ref(g * a.weight, xhat, stats[0], a.rms)
     return dx.to(dy.dtype), torch.stack([(g * xhat).sum(0), g.sum(0)])
 
 

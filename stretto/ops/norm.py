@@ -21,11 +21,15 @@ Backward, with g = dy * weight and xhat = (stream - mean) * rstd, averages over 
     dbranch   = scale * dresidual / (1 - p) where the element was kept, else 0        (neither: the same tensor)
     dweight, dnorm_bias, dbranch_bias = sums over rows of dy * xhat, dy, dbranch
 
-One kernel reads dy, dstream and stream once and keeps the three sums in registers.
+One kernel reads dy, dstream and stream once and keeps the three sums in registers. With `from_output` (residual.py) it
+reads y in place of the stream, xhat = (y - norm_bias) / weight, and needs no mean. In bf16, with weights near 1, dx has
+the error of its own rounding as before, and dweight that of one rounding of xhat, 1.7e-3; a lost channel has dweight 0,
+and dresidual lacks its term with xhat there.
 
 Shapes: residual and stream [T, C]; branch and y the same, or [rows, C] with `branch_at` and `y_at`; all of one dtype;
 weight and biases [C], any float dtype, their gradients in it. Saved for backward: stream; stats, fp32, [2, rows of y]
-(rstd, mean) or [1, rows of y] (RMSNorm: rstd); the dropout key, scale and places.
+(rstd, mean) or [1, rows of y] (RMSNorm: rstd); the dropout key, scale and places. With `from_output`: y, which a matrix
+product behind it shares; stats [1, rows of y] (rstd); the others.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ from stretto.ops import residual as shared
 from stretto.ops.dropout import keeps, row_words
 from stretto.ops.language import dense_rows, jit, tl, wide, wide_dtype
 from stretto.ops.op import Op
-from stretto.ops.residual import Backward, Forward, add_row, find_row, find_tokens, store_sums
+from stretto.ops.residual import Backward, Forward, add_row, find_row, find_tokens, invert, store_sums
 
 MAX_WIDTH = 16384  # a row, and in backward three sums as wide, must fit into the registers of one program
 
@@ -63,33 +67,38 @@ def norm_ref(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rm
     return (y if norm_bias is None else y + norm_bias).to(x.dtype)
 
 
-def norm_gradient_ref(g: Tensor, xhat: Tensor, stats: Tensor) -> Tensor:
+def norm_gradient_ref(g: Tensor, xhat: Tensor, rstd: Tensor, rms: bool) -> Tensor:
     """Returns the gradient of x, by the formula above."""
     dx = g - xhat * (g * xhat).mean(1, keepdim=True)
-    return (dx if len(stats) == 1 else dx - g.mean(1, keepdim=True)) * stats[0][:, None]
+    return (dx if rms else dx - g.mean(1, keepdim=True)) * rstd[:, None]
 
 
 def add_norm_ref(
     a: Forward, eps: float, rms: bool, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, y_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, stream and stats; the definition of correct."""
-    y, stream, stats = new_outputs(a.branch, a.residual, rms, y_rows)
+    y, stream, stats = new_outputs(a.branch, a.residual, a.from_output, a.carry, rms, y_rows)
     x = a.residual
     if a.branch is not None:
         x = stream.copy_(shared.add_ref(a.branch, x, a.branch_bias, a.p, a.key, scale, branch_at))
     x = x if y_at is None else x[find_tokens(y_at)]
     assert a.weight is not None
-    return y.copy_(norm_ref(x, a.weight, a.bias, eps, rms)), stream, stats.copy_(stats_ref(x, eps, rms))
+    return y.copy_(norm_ref(x, a.weight, a.bias, eps, rms)), stream, stats.copy_(stats_ref(x, eps, rms)[: len(stats)])
 
 
-def norm_backward_ref(a: Backward, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None) -> list[Tensor]:
+def norm_backward_ref(
+    a: Backward, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, rms: bool
+) -> list[Tensor]:
     """Returns the gradients in the order of split_gradient_ref."""
     dy, dx = shared.open_gradient_ref(a)
     sums = []
     if dy is not None and a.weight is not None:
         tokens = None if y_at is None else find_tokens(y_at)
-        xhat = normalized_ref(a.stream if tokens is None else a.stream[tokens], a.stats)
-        inner = norm_gradient_ref(dy * a.weight, xhat, a.stats)
+        if a.from_output:
+            xhat = shared.restore_ref(a.kept, a.weight, a.bias)
+        else:
+            xhat = normalized_ref(a.kept if tokens is None else a.kept[tokens], a.stats)
+        inner = norm_gradient_ref(dy * a.weight, xhat, a.stats[0], rms)
         dx = dx + inner if tokens is None else dx.index_add(0, tokens, inner)
         sums = [(a.weight_dtype, dy * xhat), (a.bias_dtype, dy)]
     return shared.split_gradient_ref(a, dx, sums, scale, branch_at)
@@ -97,11 +106,13 @@ def norm_backward_ref(a: Backward, scale: Tensor | None, branch_at: Tensor | Non
 
 @jit
 def _write_norm(
-    x, row, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, rows, cols, eps, RMS: tl.constexpr
+    x, row, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, rows, cols, eps,
+    RMS: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     if not RMS:
         mean = tl.div_rn(tl.sum(x, 0), tl.cast(cols, tl.float32))  # an error here shifts the whole row
-        tl.store(stats_ptr + rows + row, mean)
+        if MEAN:
+            tl.store(stats_ptr + rows + row, mean)
         x = tl.where(inside, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / cols + eps)
     tl.store(stats_ptr + row, rstd)
@@ -115,7 +126,9 @@ def _write_norm(
 def _norm_kernel(
     branch_ptr, residual_ptr, branch_bias_ptr, weight_ptr, norm_bias_ptr, key_ptr, scale_ptr, branch_at_ptr, y_at_ptr,
     y_ptr, stream_ptr, stats_ptr, y_rows, cols, branch_stride, residual_stride, eps,
-    P: tl.constexpr, RMS: tl.constexpr, BLOCK: tl.constexpr,
+    P: tl.constexpr, RMS: tl.constexpr,
+    MEAN: tl.constexpr,  # the mean is kept
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -125,29 +138,35 @@ def _norm_kernel(
         row, col, inside, cols, branch_stride, residual_stride, P,
     )  # fmt: skip
     if y_at_ptr is None:
-        _write_norm(x, row, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, y_rows, cols, eps, RMS)
+        _write_norm(x, row, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, y_rows, cols, eps, RMS, MEAN)
     else:
         at = tl.load(y_at_ptr + row).to(tl.int64)
         if at >= 0:
-            _write_norm(x, at, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, y_rows, cols, eps, RMS)
+            _write_norm(x, at, col, inside, weight_ptr, norm_bias_ptr, y_ptr, stats_ptr, y_rows, cols, eps, RMS, MEAN)
 
 
 @jit
 def _norm_backward_kernel(
     dy_ptr, dstream_ptr,  # None: y, or stream, was not used
-    stream_ptr, stats_ptr, weight_ptr, key_ptr, scale_ptr, branch_at_ptr, y_at_ptr, y_rows, dresidual_ptr,
+    kept_ptr,  # the stream, or with FROM_OUTPUT y
+    stats_ptr, weight_ptr, norm_bias_ptr, key_ptr, scale_ptr, branch_at_ptr, y_at_ptr, y_rows, dresidual_ptr,
     dbranch_ptr,  # None: dresidual serves as both
     sums_ptr,  # [programs, the sums asked for, cols]
-    rows, cols, dy_stride, dstream_stride, stream_stride, P: tl.constexpr,
+    rows, cols, dy_stride, dstream_stride, kept_stride, P: tl.constexpr,
     DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, DBRANCH_BIAS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     POST: tl.constexpr,  # dstream is the gradient of a second y
-    RMS: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     inside = col < cols
     if dy_ptr is not None:
         weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        if FROM_OUTPUT:
+            norm_bias = tl.zeros([BLOCK], tl.float32)
+            if norm_bias_ptr is not None:
+                norm_bias = tl.load(norm_bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+            inverse = invert(weight, norm_bias)
     dweight = tl.zeros([BLOCK], tl.float32)
     dnorm_bias = tl.zeros([BLOCK], tl.float32)
     dbranch_bias = tl.zeros([BLOCK], tl.float32)
@@ -159,14 +178,19 @@ def _norm_backward_kernel(
             dy = tl.load(dy_ptr + at * dy_stride + col, mask=mask, other=0.0).to(tl.float32)
             if POST:
                 dy += tl.load(dstream_ptr + row * dstream_stride + col, mask=inside, other=0.0).to(tl.float32)
-            xhat = tl.load(stream_ptr + row * stream_stride + col, mask=mask, other=0.0).to(tl.float32)
+            kept_row = at if FROM_OUTPUT else row
+            xhat = tl.load(kept_ptr + kept_row * kept_stride + col, mask=mask, other=0.0).to(tl.float32)
             rstd = tl.load(stats_ptr + at, mask=at >= 0, other=0.0)
-            g = dy * weight
-            if RMS:
+            if FROM_OUTPUT:
+                xhat = (xhat - norm_bias) * inverse
+            elif RMS:
                 xhat *= rstd
-                dx = (g - xhat * (tl.sum(g * xhat, 0) / cols)) * rstd
             else:
                 xhat = (xhat - tl.load(stats_ptr + y_rows + at, mask=at >= 0, other=0.0)) * rstd
+            g = dy * weight
+            if RMS:
+                dx = (g - xhat * (tl.sum(g * xhat, 0) / cols)) * rstd
+            else:
                 # both sums in one reduction: the warps wait for each other once a row, not twice
                 mean_gx, mean_g = tl.split(tl.sum(tl.join(g * xhat, g), 0) / cols)
                 dx = (g - mean_g - xhat * mean_gx) * rstd
@@ -191,27 +215,28 @@ def _norm_backward_kernel(
     store_sums(sums_ptr, program, dweight, dnorm_bias, dbranch_bias, col, cols, DWEIGHT, DBIAS, DBRANCH_BIAS)
 
 
-def new_outputs(branch: Tensor | None, residual: Tensor, rms: bool, y_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty y, stream and stats. Without a branch the residual is the stream; an op may not return its argument, so
-    `stream` is empty."""
-    rows, cols = residual.shape
-    stats = residual.new_empty(1 if rms else 2, y_rows, dtype=wide_dtype(residual.dtype))
-    return residual.new_empty(y_rows, cols), residual.new_empty(0 if branch is None else rows, cols), stats
+def new_outputs(
+    branch: Tensor | None, residual: Tensor, from_output: bool, carry: bool, rms: bool, y_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty y, stream and stats."""
+    stats = residual.new_empty(1 if rms or from_output else 2, y_rows, dtype=wide_dtype(residual.dtype))
+    return residual.new_empty(y_rows, residual.shape[1]), shared.new_stream(branch, residual, carry), stats
 
 
 def launch_add_norm(
     a: Forward, eps: float, rms: bool, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, y_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = new_outputs(a.branch, a.residual, rms, y_rows)
-    shared.launch_forward(_norm_kernel, a, scale, branch_at, y_at, *outputs, y_rows, eps=eps, RMS=rms)
+    outputs = new_outputs(a.branch, a.residual, a.from_output, a.carry, rms, y_rows)
+    options = {"eps": eps, "RMS": rms, "MEAN": not a.from_output}
+    shared.launch_forward(_norm_kernel, a, scale, branch_at, y_at, *outputs, y_rows, **options)
     return outputs
 
 
-def launch_norm_backward(a: Backward, *at: Tensor | None) -> list[Tensor]:
-    kinds, y_rows = a.stats.shape
-    return shared.launch_backward(
-        _norm_backward_kernel, a, a.stats, dense_rows(a.weight), a.key, *at, y_rows, RMS=kinds == 1
-    )
+def launch_norm_backward(
+    a: Backward, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, rms: bool
+) -> list[Tensor]:
+    own = (a.stats, dense_rows(a.weight), dense_rows(a.bias), a.key, scale, branch_at, y_at, a.stats.shape[1])
+    return shared.launch_backward(_norm_backward_kernel, a, *own, RMS=rms)
 
 
 _add_norm = Op("add_norm", add_norm_ref, launch_add_norm, fake=new_outputs)
@@ -219,24 +244,26 @@ _norm_backward = Op("norm_backward", norm_backward_ref, launch_norm_backward, fa
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *_, scale, branch_at, y_at, _ = inputs
-    shared.save(ctx, inputs, output, scale is None and branch_at is None, scale, branch_at, y_at)
+    *_, ctx.rms, scale, branch_at, y_at, _ = inputs
+    shared.save(ctx, inputs, output, scale is None and branch_at is None, False, scale, branch_at, y_at)
 
 
 @_add_norm.gradient(_save)
 def _backward(ctx: Any, dy: Tensor | None, dstream: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    return shared.run_backward(ctx, _norm_backward, dy, dstream)
+    return shared.run_backward(ctx, _norm_backward, dy, dstream, ctx.rms)
 
 
 def add_norm(
     branch: Tensor | None, residual: Tensor, branch_bias: Tensor | None, weight: Tensor, norm_bias: Tensor | None,
     eps: float, rms: bool, p: float, key: Tensor | None, post: bool = False,
     scale: Tensor | None = None, branch_at: Tensor | None = None, y_at: Tensor | None = None, y_rows: int = 0,
+    from_output: bool = False, carry: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y, the norm of stream = residual + scale * dropout(branch + branch_bias), and what the next branch is
     added to: the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. With
     `branch_at` the branch has rows for some tokens only, with `y_at` y has, `y_rows` in number. `scale` gets no
-    gradient."""
+    gradient. With `from_output` y is kept for the backward pass and not the stream: y must not be changed in place. With
+    `carry` the kernel adds both gradients of a residual without a branch."""
     if branch is None and (branch_bias is not None or scale is not None or branch_at is not None):
         raise ValueError("add_norm takes a branch_bias, a scale or branch_at only with a branch")
     if post and (branch_at is not None or y_at is not None):
@@ -247,15 +274,16 @@ def add_norm(
     check_width(residual, branch_bias, weight, norm_bias)
     p, key = shared.check_sum("add_norm", branch, residual, p, key, branch_at is None)
     places = (scale, branch_at, y_at, len(residual) if y_at is None else y_rows)
-    y, stream, _ = _add_norm(branch, residual, branch_bias, weight, norm_bias, p, key, post, eps, rms, *places)
-    return shared.choose_results(branch, residual, y, stream, post)
+    given = (branch, residual, branch_bias, weight, norm_bias, p, key, post, from_output, carry)
+    y, stream, _ = _add_norm(*given, eps, rms, *places)
+    return shared.choose_results(branch, residual, y, stream, post, carry)
 
 
-def norm(x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool) -> Tensor:
-    """LayerNorm or RMSNorm of x [T, C]."""
-    check_width(x, weight, norm_bias)
-    y, _, _ = _add_norm(None, x, None, weight, norm_bias, 0.0, None, False, eps, rms, None, None, None, len(x))
-    return y
+def norm(
+    x: Tensor, weight: Tensor, norm_bias: Tensor | None, eps: float, rms: bool, from_output: bool = False
+) -> Tensor:
+    """LayerNorm or RMSNorm of x [T, C]. With `from_output` y is kept for the backward pass and not x."""
+    return add_norm(None, x, None, weight, norm_bias, eps, rms, 0.0, None, from_output=from_output)[0]
 
 
 def check_width(x: Tensor, *parameters: Tensor | None) -> None:

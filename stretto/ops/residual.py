@@ -8,6 +8,20 @@ tuples `Forward` and `Backward`.
 A pre-norm model uses y and stream. A post-norm model uses y twice, for the next branch and as the next residual, and
 asks for that by `post`: then dstream is the gradient of the second y, and the backward kernel adds it to dy.
 
+Without a branch the residual is the stream and is returned as it is: autograd adds the gradients of its two uses. With
+`carry` the second result is the residual again (or y, with `post`), with a gradient that arrives as dstream: the
+backward kernel adds it in fp32 and rounds the sum once, as it does with a branch.
+
+`from_output` keeps y for the backward pass (Tempo, arXiv 2210.10246) instead of the stream. The matrix product behind
+it keeps y anyway, and nobody else needs the stream. What the backward pass has to know, xhat of a norm or the stream of
+an affine, is
+
+    (y - bias) / weight        0 in a lost channel: |weight| <= 2^-10 |bias|, or |weight| < 1e-20
+
+The error of y is that of its rounding, so what is restored is off by half an ulp of y divided by the weight: less than
+one rounding in a channel where |weight| >= |bias|, nothing that is left in a lost one. `can_restore` says whether all
+channels are good enough for training. The parameters must not change between the two passes.
+
 Backward kernels walk over the rows with few programs, keep the sums over rows that are the gradients of the parameters
 in registers, and leave it to sums.py to add up the programs' sums in a fixed order.
 """
@@ -34,21 +48,50 @@ class Forward(NamedTuple):
     p: float  # probability of dropout
     key: Tensor | None  # [2]; None: no dropout
     post: bool
+    from_output: bool  # y is kept for the backward pass, not the stream
+    carry: bool  # without a branch: the second result has a gradient of its own
 
 
 class Backward(NamedTuple):
     dy: Tensor | None  # gradient of y; None: y was not used
     dstream: Tensor | None  # gradient of the stream; None: the stream was not used
-    stream: Tensor
+    kept: Tensor  # the stream, or with from_output y
     stats: Tensor
     weight: Tensor | None
+    bias: Tensor | None  # of the norm or affine, if it is needed
     key: Tensor | None
     p: float
     post: bool
+    from_output: bool
+    tokens: int  # rows of the stream
     branch_rows: int | None  # rows of the branch; None: its gradient is the same tensor as the residual's
     weight_dtype: torch.dtype | None  # dtype of the gradient; None: the gradient is not needed
     bias_dtype: torch.dtype | None
     branch_bias_dtype: torch.dtype | None
+
+
+# A channel is lost if the rounding of a bf16 y is as large as the weight, or if 1 / weight nears the end of fp32.
+LOST_RATIO, LOST_SIZE = 2.0**-10, 1e-20
+# A channel is good for training if the rounding of y is at most 16 times that of xhat, and fp16 can hold y.
+GOOD_RATIO, GOOD_SIZE = 1 / 16, 1e-3
+
+
+def can_restore(weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Whether y determines all channels well enough for training: a bool on the device, which the host need not wait
+    for."""
+    size = wide(weight).abs()
+    good = size >= GOOD_SIZE
+    return (good if bias is None else good & (size >= GOOD_RATIO * wide(bias).abs())).all()
+
+
+def restore_ref(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Returns (y - bias) / weight, and 0 in lost channels."""
+    x = wide(y) if bias is None else wide(y) - bias
+    if weight is None:
+        return x
+    size = wide(weight).abs()
+    lost = size < LOST_SIZE if bias is None else (size < LOST_SIZE) | (size <= LOST_RATIO * wide(bias).abs())
+    return torch.where(lost, 0.0, x / weight)
 
 
 def add_ref(
@@ -73,7 +116,8 @@ def open_gradient_ref(a: Backward) -> tuple[Tensor | None, Tensor]:
     dy, dstream = a.dy, a.dstream
     if a.post and dy is not None and dstream is not None:
         dy, dstream = wide(dy) + dstream, None
-    dx = torch.zeros_like(a.stream, dtype=wide_dtype(a.stream.dtype)) if dstream is None else wide(dstream)
+    shape, dtype = (a.tokens, a.kept.shape[1]), wide_dtype(a.kept.dtype)
+    dx = a.kept.new_zeros(shape, dtype=dtype) if dstream is None else wide(dstream)
     return None if dy is None else wide(dy), dx
 
 
@@ -86,9 +130,16 @@ def split_gradient_ref(
     if a.branch_rows is not None:
         dbranch = drop_ref(dx if at is None else dx[find_tokens(at)], a.p, a.key)
         inputs.append(dbranch if scale is None else scale * dbranch)
-    copies = [a.stream.new_empty(d.shape).copy_(d) for d in inputs]  # never an alias of dstream
+    copies = [a.kept.new_empty(d.shape).copy_(d) for d in inputs]  # never an alias of dstream
     terms = [*sums, (a.branch_bias_dtype, inputs[-1])]
     return copies + [term.sum(0).to(dtype) for dtype, term in terms if dtype is not None]
+
+
+@jit
+def invert(weight, bias, RATIO: tl.constexpr = LOST_RATIO, SIZE: tl.constexpr = LOST_SIZE):
+    """Returns what restore_ref multiplies y - bias by: 1 / weight, or 0 in a lost channel."""
+    lost = (tl.abs(weight) < SIZE) | (tl.abs(weight) <= RATIO * tl.abs(bias))
+    return tl.where(lost, 0.0, 1 / tl.where(lost, 1.0, weight))
 
 
 @jit
@@ -154,24 +205,32 @@ def launch_forward(kernel: Any, a: Forward, *own: Any, **named: Any) -> None:
         )  # fmt: skip
 
 
+def new_stream(branch: Tensor | None, residual: Tensor, carry: bool) -> Tensor:
+    """An empty stream. Without a branch the residual is the stream; an op may not return its argument, so this has no
+    rows, or with `carry` all rows in the memory of one zero: only its gradient has a meaning."""
+    if branch is None and carry:
+        return residual.new_zeros(1, 1).expand(residual.shape)
+    return residual.new_empty(0 if branch is None else len(residual), residual.shape[1])
+
+
 def new_gradients(
-    stream: Tensor, branch_rows: int | None,
+    kept: Tensor, tokens: int, branch_rows: int | None,
     weight_dtype: torch.dtype | None, bias_dtype: torch.dtype | None, branch_bias_dtype: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
     """Empty results of a backward op, in the order of split_gradient_ref."""
-    sizes = [len(stream)] if branch_rows is None else [len(stream), branch_rows]
+    sizes = [tokens] if branch_rows is None else [tokens, branch_rows]
     dtypes = [dtype for dtype in (weight_dtype, bias_dtype, branch_bias_dtype) if dtype is not None]
-    activations = [stream.new_empty(rows, stream.shape[1]) for rows in sizes]
-    return activations + [stream.new_empty(stream.shape[1], dtype=dtype) for dtype in dtypes]
+    activations = [kept.new_empty(rows, kept.shape[1]) for rows in sizes]
+    return activations + [kept.new_empty(kept.shape[1], dtype=dtype) for dtype in dtypes]
 
 
 def launch_backward(kernel: Any, a: Backward, *own: Any, **constants: Any) -> list[Tensor]:
-    """Runs a backward kernel. `own` are its own arguments, which come after the gradients and the stream."""
-    gradients = new_gradients(a.stream, a.branch_rows, a.weight_dtype, a.bias_dtype, a.branch_bias_dtype)
+    """Runs a backward kernel. `own` are its own arguments, which come after the gradients and what was kept."""
+    gradients = new_gradients(a.kept, a.tokens, a.branch_rows, a.weight_dtype, a.bias_dtype, a.branch_bias_dtype)
     dresidual, dbranch = gradients[0], None if a.branch_rows is None else gradients[1]
     sums = gradients[1:] if dbranch is None else gradients[2:]
-    dy, dstream, stream = dense_rows(a.dy), dense_rows(a.dstream), dense_rows(a.stream)
-    rows, cols = stream.shape
+    dy, dstream, kept = dense_rows(a.dy), dense_rows(a.dstream), dense_rows(a.kept)
+    rows, cols = a.tokens, kept.shape[1]
     # A thread has 16 channels and their sums, and 8 warps fill a processor: then a thread may use all of its 255
     # registers and every program is resident. While a row is in work the next two are being loaded: 8 warps * 32
     # threads * 16 channels * 3 tensors * 2 rows, 48 KiB of bf16, more than a processor's share of the memory's
@@ -179,35 +238,42 @@ def launch_backward(kernel: Any, a: Backward, *own: Any, **constants: Any) -> li
     # 4096 channels have a program of up to 32 warps to themselves.
     block = next_power_of_2(cols)
     num_warps = max(1, block // 512)
-    programs = min(rows, num_processors(stream.device) * max(1, 8 // num_warps))
-    partial = stream.new_empty(programs, len(sums), cols, dtype=torch.float32)
+    programs = min(rows, num_processors(kept.device) * max(1, 8 // num_warps))
+    partial = kept.new_empty(programs, len(sums), cols, dtype=torch.float32)
     if programs:
         kernel[(programs,)](
-            dy, dstream, stream, *own, dresidual, dbranch, partial, rows, cols,
-            0 if dy is None else dy.stride(0), 0 if dstream is None else dstream.stride(0), stream.stride(0),
+            dy, dstream, kept, *own, dresidual, dbranch, partial, rows, cols,
+            0 if dy is None else dy.stride(0), 0 if dstream is None else dstream.stride(0), kept.stride(0),
             P=a.p, DWEIGHT=a.weight_dtype is not None, DBIAS=a.bias_dtype is not None,
             DBRANCH_BIAS=a.branch_bias_dtype is not None, BLOCK=block,
-            STAGES=3 if block * stream.element_size() <= 32768 else 1,  # shared memory holds two rows up to this size
-            POST=a.post and dy is not None and dstream is not None, num_warps=num_warps, **constants,
+            STAGES=3 if block * kept.element_size() <= 32768 else 1,  # shared memory holds two rows up to this size
+            POST=a.post and dy is not None and dstream is not None, FROM_OUTPUT=a.from_output,
+            num_warps=num_warps, **constants,
         )  # fmt: skip
     launch_sums(partial, sums)
     return gradients
 
 
-def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], plain: bool, *own: Tensor | None) -> None:
+def save(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], plain: bool, with_bias: bool, *own: Tensor | None
+) -> None:
     """Keeps what `run_backward` needs, and `own` for the backward op. `plain`: the sum has neither scale nor places;
     without dropout the gradient of the branch is then that of the residual."""
-    branch, residual, branch_bias, weight, bias, ctx.p, key, ctx.post, *_ = inputs
-    _, stream, stats = output
-    ctx.save_for_backward(residual if branch is None else stream, stats, weight, key, *own)
+    branch, residual, branch_bias, weight, bias, ctx.p, key, ctx.post, ctx.from_output, carry, *_ = inputs
+    y, stream, stats = output
+    kept = y if ctx.from_output else residual if branch is None else stream
+    ctx.save_for_backward(kept, stats, weight, bias if ctx.from_output or with_bias else None, key, *own)
+    ctx.tokens = len(residual)
     ctx.branch_rows = None if branch is None or (plain and key is None) else len(branch)
     ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias, branch_bias)]
-    ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
+    ctx.mark_non_differentiable(*((stream, stats) if branch is None and not carry else (stats,)))
     ctx.set_materialize_grads(False)  # a result that was not used has gradient None, and costs nothing
 
 
-def run_backward(ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Returns a gradient, or None, for each argument of the forward op."""
+def run_backward(
+    ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None, *options: Any
+) -> tuple[Tensor | None, ...]:
+    """Returns a gradient, or None, for each argument of the forward op. `options` are the last arguments of the op."""
     count = len(ctx.needs_input_grad)
     if ctx.post and dy is None:
         dy, dstream = dstream, None
@@ -216,9 +282,9 @@ def run_backward(ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None) -
     for_branch, _, for_branch_bias, for_weight, for_bias, *_ = ctx.needs_input_grad
     wanted = (for_weight and dy is not None, for_bias and dy is not None, for_branch_bias)
     dtypes = [dtype if want else None for dtype, want in zip(ctx.dtypes, wanted, strict=True)]
-    stream, stats, weight, key, *own = ctx.saved_tensors
-    saved = (stream, stats, weight, key, ctx.p, ctx.post, ctx.branch_rows)
-    gradients = iter(op(dy, dstream, *saved, *dtypes, *own))
+    kept, stats, weight, bias, key, *own = ctx.saved_tensors
+    saved = (kept, stats, weight, bias, key, ctx.p, ctx.post, ctx.from_output, ctx.tokens, ctx.branch_rows)
+    gradients = iter(op(dy, dstream, *saved, *dtypes, *own, *options))
     dresidual = next(gradients)
     dbranch = dresidual if ctx.branch_rows is None else next(gradients)
     dweight, dbias, dbranch_bias = (None if dtype is None else next(gradients) for dtype in dtypes)
@@ -226,16 +292,16 @@ def run_backward(ctx: Any, op: Any, dy: Tensor | None, dstream: Tensor | None) -
 
 
 class Again(torch.autograd.Function):
-    """Returns y as a second result. Its gradient goes where the gradient of `stream` would go, so that the backward
-    kernel adds it to the gradient of the first y."""
+    """Returns x, which is y or the residual, as a second result. Its gradient goes where the gradient of `stream` would
+    go, so that the backward kernel adds it to the other gradient of x."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, stream: Tensor) -> Tensor:
-        return y.view_as(y)
+    def forward(ctx: Any, x: Tensor, stream: Tensor) -> Tensor:
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        return None, dy
+    def backward(ctx: Any, dx: Tensor) -> tuple[None, Tensor]:
+        return None, dx
 
 
 def check_sum(
@@ -253,9 +319,10 @@ def check_sum(
 
 
 def choose_results(
-    branch: Tensor | None, residual: Tensor, y: Tensor, stream: Tensor, post: bool
+    branch: Tensor | None, residual: Tensor, y: Tensor, stream: Tensor, post: bool, carry: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns y and what the next branch is added to."""
+    again = y if post else residual
     if branch is None:
-        return y, y if post else residual
-    return y, Again.apply(y, stream) if post else stream
+        return y, Again.apply(again, stream) if carry else again
+    return y, Again.apply(again, stream) if post else stream

@@ -190,7 +190,7 @@ def test_it_compiles(axis: str) -> None:
 def test_ops(axis: str) -> None:
     branch, residual, *rest = tensors(7, 20)
     leaves = [t.requires_grad_() for t in (strided(branch), residual, *rest)]
-    assert_op(family._add_affine.definition, (*leaves, 0.3, KEY, False, weights(7), FACTOR, STRIDE, axis))
+    assert_op(family._add_affine.definition, (*leaves, 0.3, KEY, *(False,) * 3, weights(7), FACTOR, STRIDE, axis))
 
 
 def test_a_row_that_does_not_count_is_not_pulled() -> None:

@@ -240,23 +240,26 @@ def test_op(rms: bool, p: float) -> None:
     key, kind = KEY if p > 0 else None, (EPS, rms)
     branch, residual, branch_bias, weight, shift = (t.requires_grad_() for t in tensors(3, 20))
     for post in (False, True):
-        given = (branch, residual, branch_bias, weight, shift, p, key, post)
+        given = (branch, residual, branch_bias, weight, shift, p, key, post, False, False)
         assert_op(family._add_norm.overload, (*given, *kind, *ALL, 3))
     turned = [rand(20, 3, seed=seed).t().requires_grad_() for seed in (1, 2)]
-    assert_op(family._add_norm.overload, (*turned, None, weight, None, p, key, False, *kind, *ALL, 3))
-    assert_op(family._add_norm.overload, (None, residual, None, weight, shift, 0.0, None, False, *kind, *ALL, 3))
+    assert_op(family._add_norm.overload, (*turned, None, weight, None, p, key, *(False,) * 3, *kind, *ALL, 3))
+    for from_output, carry in ((False, False), (False, True), (True, True)):
+        alone = (None, residual, None, weight, shift, 0.0, None, False, from_output, carry)
+        assert_op(family._add_norm.overload, (*alone, *kind, *ALL, 3))
     first, second = (of for of in (places([0, 2]), places([1])) if of is not None)
     some = (torch.tensor(2.0, device=DEVICE), first[:3], second[:3])
-    parts = (branch.detach()[:2].requires_grad_(), residual, branch_bias, weight, shift, p, key, False)
+    parts = (branch.detach()[:2].requires_grad_(), residual, branch_bias, weight, shift, p, key, False, False, False)
     assert_op(family._add_norm.overload, (*parts, *kind, *some, 1))
     _, stream, stats = (
-        t.detach() for t in family._add_norm(*turned, None, weight, None, p, key, False, *kind, *ALL, 3)
+        t.detach() for t in family._add_norm(*turned, None, weight, None, p, key, *(False,) * 3, *kind, *ALL, 3)
     )
-    saved, dtypes = (stream, stats, weight.detach(), key), (torch.float32, torch.bfloat16, None)
+    saved, dtypes = (stream, stats, weight.detach(), None, key), (torch.float32, torch.bfloat16, None)
     for dy, dstream in ((stream, stream.t().contiguous().t()), (stream, None), (None, stream)):
         assert_op(
             family._norm_backward.overload,
-            (dy, dstream, *saved, p, False, 3 if p else None, *(dtypes if dy is not None else (None,) * 3), *ALL),
+            (dy, dstream, *saved, p, False, False, 3, 3 if p else None,
+             *(dtypes if dy is not None else (None,) * 3), *ALL, rms),
         )
 
 
@@ -348,12 +351,12 @@ def drop_dstream(dy: Tensor, dstream: Tensor, *rest: Any) -> tuple[Any, ...]:
 
 
 def drop_other_elements(*args: Any) -> tuple[Any, ...]:
-    key = args[5]
-    return *args[:5], key.flip(0), *args[6:]
+    key = args[6]
+    return *args[:6], key.flip(0), *args[7:]
 
 
-def ignore_the_mean(dy: Tensor, dstream: Tensor, stream: Tensor, stats: Tensor, *rest: Any) -> tuple[Any, ...]:
-    return dy, dstream, stream, stats[:1].contiguous(), *rest
+def ignore_the_mean(*args: Any) -> tuple[Any, ...]:
+    return *args[:-1], True  # as an RMSNorm does
 
 
 @pytest.mark.parametrize("bug", [drop_dstream, drop_other_elements, ignore_the_mean])
