@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from stretto import memory
 from stretto.config import ModelConfig
+from stretto.memory import Keep, kv_width
 from stretto.parallel import sequence_costs
-from stretto.parallel.sequence_costs import Link, Message, Pass, Traffic, exposed_seconds, kv_width, mlp_widths
+from stretto.parallel.sequence_costs import Link, Message, Pass, Traffic, exposed_seconds
 
 STATE_BYTES = (4, 4, 8)  # of a parameter: weight (fp32, or bf16 and the 16 bits below), gradient, AdamW's moments
 
@@ -39,13 +41,9 @@ def layer_traffic(
 
 def count_parameters(cfg: ModelConfig) -> tuple[int, int]:
     """Counts the parameters of one block of a decoder, and those outside of its blocks."""
-    up, inner = mlp_widths(cfg)
-    h, kv = cfg.width, kv_width(cfg)
-    norm = h * (2 if cfg.norm == "layernorm" and cfg.bias else 1)
-    products = h * (h + 2 * kv) + h * h + h * up + inner * h
-    biases = (h + 2 * kv) + h + up + h if cfg.bias else 0
-    tables = cfg.vocab * (1 if cfg.tied else 2) + (cfg.max_len if cfg.positions == "learned" else 0)
-    return products + biases + 2 * norm, tables * h + (norm if cfg.norm_order == "pre" else 0)
+    parts = memory.count_parameters(cfg)
+    blocks = parts.pop("decoder blocks")
+    return blocks // cfg.layers, sum(parts.values())
 
 
 def weight_traffic(parameters: int, ranks: int, sharded: bool, element: int = 2, reduced: int = 4) -> Traffic:
@@ -76,20 +74,21 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+def choose_keep(recompute: bool) -> Keep:
+    return Keep(mlp="product" if recompute else "activation")
+
+
 def kept_bytes(
     cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int = 2, recompute: bool = False
 ) -> int:
-    """What one fused pre-norm layer keeps on a rank, other than weights and gathered tensors. Per token: the stream and
-    the normalised stream, twice; queries, keys, values and the result; both inner values of the MLP, or one if the
-    other is computed again; and in fp32 the statistics of both norms and the logarithms of attention's sums."""
-    up, inner = mlp_widths(cfg)
-    width = 5 * cfg.width + cfg.width + 2 * kv_width(cfg) + up + (0 if recompute else inner)
+    """What one layer keeps on a rank, other than weights and gathered tensors."""
+    extra = 0
     if method == "ulysses" and ranks > 1:
-        width += cfg.width  # the result as all tokens of some heads, and as some tokens of all heads
+        extra = cfg.width  # the result as all tokens of some heads, and as some tokens of all heads
     if method in ("gather", "ring") and ranks > 1:
-        width += 2 * kv_width(cfg)  # keys and values once more, side by side as they are sent
-    statistics = 2 * (1 if cfg.norm == "rmsnorm" else 2) + cfg.heads
-    return tokens // ranks * (width * element + statistics * 4)
+        extra = 2 * kv_width(cfg)  # keys and values once more, side by side as they are sent
+    kept = memory.block_bytes(cfg, choose_keep(recompute), element)
+    return tokens // ranks * (sum(kept.values()) + extra * element)
 
 
 def gathered_bytes(cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int = 2) -> int:
@@ -126,18 +125,19 @@ def rank_memory(
 def _working_bytes(
     cfg: ModelConfig, method: str, ranks: int, tokens: int, element: int, reduced: int, recompute: bool
 ) -> float:
-    """At the worse of two times in a layer's backward pass: gradients of the MLP's inner values and, if these are
-    computed again, one of them; or those of queries, keys and values, where `gather` has those of all keys, and in a
-    ring there are a block that comes, a block that goes, and the gradients of both. Besides, keys that are seen are
-    copied together, and their gradients are there as they are found before they are added up."""
-    own, (up, inner), kv = tokens // ranks, mlp_widths(cfg), kv_width(cfg)
-    mlp = own * (up + inner + (inner if recompute else 0)) * element
-    attention = own * (2 * cfg.width + 2 * kv) * element
+    """What the layer needs on one rank or, if that is more, its attention with messages, where `gather` has gradients
+    of all keys, and in a ring there are a block that comes, a block that goes, and the gradients of both. Besides, keys
+    that are seen are copied together, and their gradients are there as they are found before they are added up."""
+    own, kv = tokens // ranks, kv_width(cfg)
+    alone, attention = (
+        own * memory.work_bytes(cfg, choose_keep(recompute), element),
+        own * 2 * (cfg.width + kv) * element,
+    )
     if method == "gather" and ranks > 1:
         attention += 2 * tokens * kv * reduced + _found_bytes(cfg, tokens, element, reduced)
     if method == "ring" and ranks > 1:
         attention += 2 * 2 * own * kv * (element + reduced) + _found_bytes(cfg, own, element, reduced)
-    return max(mlp, attention)
+    return max(alone, attention)
 
 
 def _found_bytes(cfg: ModelConfig, tokens: int, element: int, reduced: int) -> int:

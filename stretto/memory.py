@@ -1,12 +1,38 @@
 """What a training step keeps in memory, in bytes: one model for the choice of what to keep, for plans and for reports.
 
+A block of Stretto's own kernels keeps for its backward pass, for each token, in elements of 2 or 4 bytes (C width, K
+channels of all keys, U and I outputs of the first product of the MLP and inputs of the second, n norms):
+
+    inputs of its norms                     n C        (norms = "output": none)
+    outputs of its norms                    n C
+    queries, keys, values                   C + 2 K    (qkv = "input": none)
+    attention's output                      C
+    the MLP's first product, activation     U + I      (mlp = "product": U; "input": none; relu has only the activation)
+    statistics of norms and attention       fp32: n or 2 n numbers, and one a head
+
+Cross attention adds queries and an output, and the keys and values of the encoder's tokens. With block = "input" a
+block keeps only what comes into it. Post-norm blocks keep as much as pre-norm ones: the input of the first product is
+then the output of the norm of the block before.
+
 Only the configuration is imported here: a plan must not wait for torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
+
+from stretto.config import ModelConfig
+
+Attention = Literal["dense", "own", "variable"]  # which kernel: see stretto/attention.py
+FP32, KEY = 4, 16  # bytes of a number, and of a key of dropout
+BLOCK_KEYS = 6  # keys of dropout that a block is given
+CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # of logits, the most that exist at a time
+WEIGHT_BYTES = {"fp32": 4, "split": 4, "bf16": 2}
+GRADIENT_BYTES = {"fp32": 4, "split": 2, "bf16": 2}
+MOMENT_BYTES = {"fp32": 8, "bf16": 4}
 
 
 @dataclass(frozen=True)
@@ -18,3 +44,267 @@ class Keep:
     mlp: Literal["activation", "product", "input"] = "activation"  # product: the first one, before the activation
     qkv: Literal["product", "input"] = "product"
     block: Literal["inside", "input"] = "inside"  # inside: what the other fields say
+
+
+EVERYTHING = Keep()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one micro-batch brings."""
+
+    tokens: int  # that the only stack, or the decoder, works on
+    labels: int  # rows that the head predicts
+    source: int = 0  # tokens of the encoder of an encoder-decoder
+    longest: int = 0  # tokens of the longest sequence; of pairs, of the longest on each side, added up
+    attention: Attention = "dense"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step computes, and what it holds between two steps."""
+
+    element: int = 2  # bytes of an activation
+    weights: Literal["fp32", "split", "bf16"] = "split"
+    moments: Literal["fp32", "bf16"] = "fp32"
+    micro_batches: int = 1  # beyond one, gradients are there when a forward pass begins
+
+    @property
+    def copies(self) -> bool:
+        """Whether products read copies of the weights in another type."""
+        return self.weights == "fp32" and self.element != FP32
+
+
+def kv_width(cfg: ModelConfig) -> int:
+    """Returns the number of channels of all keys of a token, or of all its values."""
+    return cfg.width // cfg.heads * (cfg.kv_heads or cfg.heads)
+
+
+def mlp_widths(cfg: ModelConfig) -> tuple[int, int]:
+    """Returns the channels that the first product of an MLP makes, and those that its second product reads."""
+    inner = cfg.mlp_width or 4 * cfg.width
+    return (2 * inner if cfg.activation == "swiglu" else inner), inner
+
+
+def _norm_parameters(cfg: ModelConfig) -> int:
+    return {"none": 0, "rmsnorm": 1, "layernorm": 2 if cfg.bias else 1}[cfg.norm] * cfg.width
+
+
+def count_block_parameters(cfg: ModelConfig, cross: bool = False) -> tuple[int, int]:
+    """Counts the elements of the matrices of one block, and those of its biases and norms."""
+    (up, inner), width = mlp_widths(cfg), cfg.width
+    heads = width + 2 * kv_width(cfg)
+    matrices = width * (heads + width + up + inner) + (4 * width * width if cross else 0)
+    biases = heads + width + up + width + (4 * width if cross else 0) if cfg.bias else 0
+    return matrices, biases + (3 if cross else 2) * _norm_parameters(cfg)
+
+
+def count_parameters(cfg: ModelConfig) -> dict[str, int]:
+    """Counts the parameters of all four kinds by part: all blocks of a stack, and what is outside of blocks."""
+    width, norm, masked = cfg.width, _norm_parameters(cfg), cfg.kind == "encoder" and not cfg.classes
+    tables = (cfg.max_len if cfg.positions == "learned" else 0) + cfg.token_types
+    side = tables * width + (norm if cfg.embed_norm else 0)
+    if cfg.kind == "vit":
+        embedding = (cfg.channels * cfg.patch**2 + 2 + (cfg.image_size // cfg.patch) ** 2 + 1) * width
+        head = (width + 1) * cfg.classes
+    else:
+        embedding = cfg.vocab * width + side * (1 if cfg.embed_shared else 2)
+        head = (0 if cfg.tied else cfg.vocab * width) + (cfg.vocab if masked or cfg.head_bias else 0)
+        head += width * width + width + norm if masked else 0
+        if cfg.kind == "encoder" and cfg.classes:
+            head = width * width + width + (width + 1) * cfg.classes
+    blocks = Counter[str]()
+    for stack, cross in list_blocks(cfg):
+        blocks[f"{stack} blocks"] += sum(count_block_parameters(cfg, cross))
+    outside = norm * len(blocks) if cfg.norm_order == "pre" else 0
+    return {"embedding": embedding, **blocks, "norms outside of blocks": outside, "head": head}
+
+
+def list_blocks(cfg: ModelConfig) -> list[tuple[str, bool]]:
+    """Lists the blocks in the order of the forward pass: their stack, and whether they have cross attention."""
+    both = cfg.kind == "encoder-decoder"
+    first = [("decoder" if cfg.kind == "decoder" else "encoder", False)] * cfg.layers
+    return first + [("decoder", True)] * (cfg.decoder_layers or cfg.layers) if both else first
+
+
+def block_bytes(
+    cfg: ModelConfig, keep: Keep = EVERYTHING, element: int = 2, cross: bool = False, attention: Attention = "dense"
+) -> dict[str, int]:
+    """Returns the bytes that one block keeps for each of its tokens, by role; the keys and values of the encoder's
+    tokens are not among them. A kernel for variable lengths reads keys once for each query head."""
+    width, kv, (up, inner) = cfg.width, kv_width(cfg), mlp_widths(cfg)
+    norms, attentions = (3, 2) if cross else (2, 1)
+    numbers = 1 if cfg.norm == "rmsnorm" or (keep.norms == "output" and keep.block == "inside") else 2
+    if keep.block == "input":
+        first = numbers * FP32 if cfg.norm_order == "pre" else 0
+        return {"inputs of blocks": width * element, "statistics": first}
+    words = 2 * FP32 * cfg.heads if attention == "own" and cfg.attention_dropout else 0
+    repeated = 2 * width if attention == "variable" and kv < width else 0
+    heads = width * attentions + 2 * kv if keep.qkv == "product" else 0
+    relu = cfg.activation == "relu"  # the sign of its activation says all that the product would
+    return {
+        "inputs of norms": norms * width * element if keep.norms == "input" else 0,
+        "outputs of norms": norms * width * element,
+        "queries, keys, values": (heads + repeated) * element,
+        "attention outputs": attentions * width * element,
+        "MLP products": up * element if keep.mlp == "product" or (keep.mlp == "activation" and not relu) else 0,
+        "MLP activations": inner * element if keep.mlp == "activation" else 0,
+        "statistics": FP32 * (norms * numbers + attentions * cfg.heads),
+        "words of attention dropout": attentions * words,
+    }
+
+
+def work_bytes(cfg: ModelConfig, keep: Keep = EVERYTHING, element: int = 2) -> int:
+    """Estimates the bytes for each token that the backward pass of one block needs besides what is kept. Beside the
+    gradients of the residual stream, of a branch and of its input there are, at the worse of two times: the gradient of
+    the MLP's inner values, which overwrites that of the activation unless a gate makes it wider, and what of these
+    values is computed again; or gradients of queries, keys and values, as they are found and side by side, and these
+    three again."""
+    width, kv, (up, inner) = cfg.width, kv_width(cfg), mlp_widths(cfg)
+    mlp = inner + (up if up > inner else 0) + {"activation": 0, "product": inner, "input": up + inner}[keep.mlp]
+    attention = (width + 2 * kv) * (3 if keep.qkv == "input" else 2)
+    again = sum(block_bytes(cfg, EVERYTHING, element).values()) if keep.block == "input" else 0
+    return (max(mlp, attention) + (3 if cfg.dropout else 2) * width) * element + again
+
+
+def chunk_rows(tokens: int, row_bytes: int) -> int:
+    """Returns the rows of logits that exist at a time, as the kernel of the loss does."""
+    most = max(min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // 128 * 128, 128)
+    each = -(-tokens // max(-(-tokens // most), 1))
+    return max(-(-each // 128), 1) * 128
+
+
+@dataclass(frozen=True)
+class Head:
+    """The bytes of the output layer and its loss."""
+
+    kept: int  # from its forward pass to its backward pass: gradients, which the forward pass has made, among them
+    forward: int  # what its forward pass needs besides: logits, and what comes into it
+    backward: int  # gradients in the type of the weights, while the kept ones are still there
+
+
+def head_bytes(cfg: ModelConfig, load: Load, way: Way) -> Head:
+    """The loss of a language model makes its gradients in the forward pass, chunk by chunk of the logits. A classifier
+    is small, but a ViT's reads one row in each image of a tensor that then stays as a whole."""
+    rows, width, e = load.labels, cfg.width, way.element
+    if cfg.classes and cfg.kind in ("vit", "encoder"):
+        logits = (rows * cfg.classes + 1) * FP32  # and the sum of their weights
+        inputs = load.tokens * width * e if cfg.kind == "vit" else 2 * rows * width * e
+        copies = width * cfg.classes * e if way.copies else 0
+        return Head(inputs + copies + logits, logits, rows * width * e)
+    table = cfg.vocab * width
+    kept = rows * width * e + FP32 * table
+    forward = load.tokens * width * e + (table * e if way.copies else 0)
+    if cfg.kind == "encoder":  # BERT's head has one more layer, with a norm
+        norm = FP32 * (1 if cfg.norm == "rmsnorm" else 2)
+        kept += rows * (3 * width * e + norm) + (width * width * e if way.copies else 0)
+    if cfg.kind == "encoder" or cfg.head_bias:
+        kept += FP32 * cfg.vocab
+    stride = -(-cfg.vocab // 64) * 64
+    forward += min(chunk_rows(rows, stride * e), rows) * stride * e
+    return Head(kept, forward, rows * width * e + table * GRADIENT_BYTES[way.weights])
+
+
+def outside_bytes(cfg: ModelConfig, load: Load, way: Way) -> dict[str, int]:
+    """Returns what is kept outside of blocks and head, by role: inputs of the norms behind stacks, what all blocks
+    read, and the patches of images."""
+    stacks, tokens = len({stack for stack, _ in list_blocks(cfg)}), load.tokens + load.source
+    found = Counter[str]()
+    if cfg.norm_order == "pre":
+        found["inputs of norms"] = tokens * cfg.width * way.element
+        found["statistics"] = tokens * FP32 * (1 if cfg.norm == "rmsnorm" else 2)
+    if cfg.positions == "rotary":
+        found["positions"] = tokens * cfg.width // cfg.heads * FP32
+    if cfg.positions == "sinusoidal" and cfg.kind != "vit":
+        found["positions"] = load.longest * cfg.width * FP32
+    if cfg.kind == "vit":
+        found["patches"] = (load.tokens - load.labels) * cfg.channels * cfg.patch**2 * way.element
+        found["embedding dropout"] = load.tokens * cfg.width if cfg.dropout else 0
+    elif cfg.dropout:
+        found["keys of dropout"] += KEY * stacks
+    if cfg.kind == "encoder-decoder":
+        found["outputs of norms"] += load.source * cfg.width * way.element  # what keys and values are made of
+    if cfg.dropout or cfg.activation_dropout:
+        found["keys of dropout"] += stacks * BLOCK_KEYS * KEY  # one more set than there are blocks
+    return found
+
+
+def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> list[dict[str, int]]:
+    """Returns what each block keeps, by role, in the order of the forward pass."""
+    kept = []
+    for (stack, cross), keep in zip(list_blocks(cfg), keeps, strict=True):
+        tokens = load.source if cfg.kind == "encoder-decoder" and stack == "encoder" else load.tokens
+        per_token = block_bytes(cfg, keep, way.element, cross, load.attention)
+        found = Counter({role: size * tokens for role, size in per_token.items()})
+        matrices = count_block_parameters(cfg, cross)[0]
+        if cross:  # made by one product for all blocks, of weights that are copied side by side
+            found["queries, keys, values"] += 2 * cfg.width * load.source * way.element
+            found["copies of weights"] += 2 * cfg.width**2 * way.element
+            matrices -= 2 * cfg.width**2
+        found["copies of weights"] += matrices * way.element if way.copies and keep.block == "inside" else 0
+        if cfg.dropout or cfg.activation_dropout:
+            found["keys of dropout"] += BLOCK_KEYS * KEY
+        elif cfg.attention_dropout and load.attention == "own":
+            found["keys of dropout"] += KEY * (2 if cross else 1)
+        kept.append(dict(found))
+    return kept
+
+
+@dataclass(frozen=True)
+class Account:
+    """The bytes of a training step on one device."""
+
+    weights: int
+    gradients: int
+    moments: int
+    activations: dict[str, int]  # what all blocks and the embedding keep for the backward pass, by role
+    head: Head
+    times: dict[str, int] = field(repr=False)  # what there is at each of the times that may be the peak
+
+    @property
+    def peak(self) -> int:
+        return max(self.times.values())
+
+    @property
+    def peak_at(self) -> str:
+        return max(self.times, key=self.times.__getitem__)
+
+
+def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Account:
+    """Computes the account of a step. Its peak is at one of five times:
+
+    - the forward pass of the head: everything is kept, and a chunk of logits comes on top. It is the peak where
+      vocabularies are large, or blocks keep much.
+    - the backward pass of the head: gradients of the output layer, once in fp32 and once in the type of the weights
+    - the backward pass of a block: what it and earlier blocks keep, the gradients of later ones, and what it needs
+      itself. It is the peak where a block makes more again than the head needs.
+    - the end of the backward pass: all gradients, and a second one of the table of tokens
+    - the update: weights, gradients and moments, and no activations. Small batches have their peak at one of these two.
+
+    Gradients come into being block by block while the kept tensors go, so state and activations are never there as a
+    whole unless several micro-batches share an update."""
+    parts, blocks, kept = count_parameters(cfg), list_blocks(cfg), kept_by_blocks(cfg, load, keeps, way)
+    size, head = sum(parts.values()), head_bytes(cfg, load, way)
+    outside, each = outside_bytes(cfg, load, way), GRADIENT_BYTES[way.weights]
+    weights, moments, gradients = size * WEIGHT_BYTES[way.weights], size * MOMENT_BYTES[way.moments], size * each
+    held = weights + moments + (gradients if way.micro_batches > 1 else 0)
+    everything = held + sum(outside.values()) + sum(sum(found.values()) for found in kept)
+    stream, table = load.tokens * cfg.width * way.element, cfg.vocab * cfg.width * each
+    now = everything + (parts["head"] * each if cfg.classes or not cfg.tied else table)
+    during = []
+    for (stack, cross), keep, found in reversed(list(zip(blocks, keeps, kept, strict=True))):
+        tokens = load.source if cfg.kind == "encoder-decoder" and stack == "encoder" else load.tokens
+        now += sum(count_block_parameters(cfg, cross)) * each
+        during.append(now + tokens * work_bytes(cfg, keep, way.element))
+        now -= sum(found.values())
+    times = {
+        "forward pass of the head": everything + head.kept + head.forward,
+        "backward pass of the head": everything + head.kept + head.backward,
+        "backward pass of a block": max(during),
+        "end of the backward pass": held + gradients + table + stream,
+        "update": weights + gradients + moments,
+    }
+    activations = Counter(outside)
+    for found in kept:
+        activations.update(found)
+    return Account(weights, gradients, moments, {k: v for k, v in activations.items() if v}, head, times)

@@ -14,8 +14,8 @@ A rank sends per layer, forward and backward together, in elements (c = (P - 1) 
     ring      6 c s h_kv              in 3 (P - 1) messages
 
 These are the volumes of bandwidth-optimal algorithms. Activations take `element` bytes, sums of gradients `reduced`
-bytes: fp32, so that adding up many ranks costs no precision. B sequences side by side cost B times as much. Nothing is
-imported here but the configuration: a choice must not wait for torch. bench/rank_costs.py adds memory and whole steps.
+bytes: fp32, so that adding up many ranks costs no precision. B sequences side by side cost B times as much. Torch is
+not imported here: a choice must not wait for it. bench/rank_costs.py adds memory and whole steps.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from stretto.config import ModelConfig
+from stretto.memory import kv_width, mlp_widths
 
 Method = Literal["gather", "ulysses", "ring"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -70,17 +71,6 @@ class Traffic:
     @property
     def size(self) -> float:
         return sum(m.count * m.size for m in (*self.forward, *self.backward))
-
-
-def kv_width(cfg: ModelConfig) -> int:
-    """Returns the number of channels of all keys of a token, or of all its values."""
-    return cfg.width // cfg.heads * (cfg.kv_heads or cfg.heads)
-
-
-def mlp_widths(cfg: ModelConfig) -> tuple[int, int]:
-    """Returns the channels that the first product of an MLP makes, and those that its second product reads."""
-    inner = cfg.mlp_width or 4 * cfg.width
-    return (2 * inner if cfg.activation == "swiglu" else inner), inner
 
 
 def find_obstacle(cfg: ModelConfig, method: str, ranks: int, tokens: int) -> str:
