@@ -45,6 +45,14 @@ class Keep:
     qkv: Literal["product", "input"] = "product"
     block: Literal["inside", "input"] = "inside"  # inside: what the other fields say
 
+    def describe(self) -> str:
+        if self.block == "input":
+            return "their input alone"
+        mlp = {"activation": "the MLP's product and activation", "product": "the MLP's product", "input": ""}[self.mlp]
+        heads = "queries, keys and values" if self.qkv == "product" else ""
+        norms = "inputs and outputs of norms" if self.norms == "input" else "outputs of norms"
+        return " and ".join(filter(None, [norms, heads, mlp]))
+
 
 EVERYTHING = Keep()
 
@@ -58,6 +66,9 @@ class Load:
     source: int = 0  # tokens of the encoder of an encoder-decoder
     longest: int = 0  # tokens of the longest sequence; of pairs, of the longest on each side, added up
     attention: Attention = "dense"
+
+    def count_tokens(self, cfg: ModelConfig, stack: str) -> int:
+        return self.source if cfg.kind == "encoder-decoder" and stack == "encoder" else self.tokens
 
 
 @dataclass(frozen=True)
@@ -233,7 +244,7 @@ def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way
     """Returns what each block keeps, by role, in the order of the forward pass."""
     kept = []
     for (stack, cross), keep in zip(list_blocks(cfg), keeps, strict=True):
-        tokens = load.source if cfg.kind == "encoder-decoder" and stack == "encoder" else load.tokens
+        tokens = load.count_tokens(cfg, stack)
         per_token = block_bytes(cfg, keep, way.element, cross, load.attention)
         found = Counter({role: size * tokens for role, size in per_token.items()})
         matrices = count_block_parameters(cfg, cross)[0]
@@ -259,6 +270,9 @@ class Account:
     moments: int
     activations: dict[str, int]  # what all blocks and the embedding keep for the backward pass, by role
     head: Head
+    kept: tuple[int, ...]  # by each block, in the order of the forward pass
+    during: tuple[int, ...]  # what there is in the backward pass of each block, and at the worst time of the head
+    least: int  # what there is at the end of a step, whatever blocks keep
     times: dict[str, int] = field(repr=False)  # what there is at each of the times that may be the peak
 
     @property
@@ -293,7 +307,7 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
     now = everything + (parts["head"] * each if cfg.classes or not cfg.tied else table)
     during = []
     for (stack, cross), keep, found in reversed(list(zip(blocks, keeps, kept, strict=True))):
-        tokens = load.source if cfg.kind == "encoder-decoder" and stack == "encoder" else load.tokens
+        tokens = load.count_tokens(cfg, stack)
         now += sum(count_block_parameters(cfg, cross)) * each
         during.append(now + tokens * work_bytes(cfg, keep, way.element))
         now -= sum(found.values())
@@ -307,4 +321,14 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
     activations = Counter(outside)
     for found in kept:
         activations.update(found)
-    return Account(weights, gradients, moments, {k: v for k, v in activations.items() if v}, head, times)
+    return Account(
+        weights,
+        gradients,
+        moments,
+        {role: size for role, size in activations.items() if size},
+        head,
+        kept=tuple(sum(found.values()) for found in kept),
+        during=(*reversed(during), max(list(times.values())[:2])),
+        least=max(list(times.values())[3:]),
+        times=times,
+    )

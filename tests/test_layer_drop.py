@@ -271,7 +271,7 @@ def test_activation_checkpointing(gate: Any, scale: Any) -> None:
     cfg = replace(KINDS["encoder-decoder"], dropout=0.2, activation_dropout=0.1, attention_dropout=0.1)
     drop = make_drop(LayerDropConfig(gate=gate, theta=0.3, schedule="constant", scale=scale), cfg)
     batch = drop.prepare(make_batches(cfg)[0], At(1, 1))
-    for fused in (None, FusedConfig(recompute=True)):
+    for fused in (None, FusedConfig()):
         model = build(cfg, fused)
         kept = learn(model, batch)
         again = learn(recompute_blocks(model), batch)

@@ -38,7 +38,7 @@ def forgetting(tensor: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
         if saved.untyped_storage().data_ptr() != storage:
             return saved
         num_views += 1
-        return View(saved.size(), saved.stride(), saved.storage_offset())
+        return View(saved.size(), saved.stride(), int(saved.storage_offset()))
 
     def unpack(kept: Tensor | View) -> Tensor:
         nonlocal made, left

@@ -56,7 +56,7 @@ from stretto.ops.affine import add_affine
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
 from stretto.ops.embedding import embed
-from stretto.ops.heads import multiply_heads, project_heads
+from stretto.ops.heads import project_heads
 from stretto.ops.language import product_dtype, triton
 from stretto.ops.linear import linear
 from stretto.ops.mlp import mlp
@@ -224,8 +224,8 @@ class FusedBlock(Block):
             assert pending.out is not None
 
             def run(h: Tensor, x: Tensor) -> tuple[Tensor, Branch]:
-                for (norm, branch), key in zip(branches, norm_keys, strict=False):
-                    h, x = self.add(branch(h), x, norm, key, layout)
+                for (norm_module, branch), key in zip(branches, norm_keys, strict=False):
+                    h, x = self.add(branch(h), x, norm_module, key, layout)
                 return x, Branch(h)
 
             return self.run_inside(run, lambda x: x, pending.out, x)
@@ -236,8 +236,8 @@ class FusedBlock(Block):
 
         def run_rest(h: Tensor, x: Tensor) -> tuple[Tensor, Branch]:
             pending = scaled(branches[0][1](h))
-            for (norm, branch), key in zip(branches[1:], norm_keys[1:], strict=False):
-                h, x = self.add(pending, x, norm, key, layout, wanted)
+            for (norm_module, branch), key in zip(branches[1:], norm_keys[1:], strict=False):
+                h, x = self.add(pending, x, norm_module, key, layout, wanted)
                 pending = scaled(branch(h))
             return x, pending
 
@@ -288,8 +288,8 @@ class FusedBlock(Block):
         if isinstance(norm, nn.Identity):
             return add_affine(branch.out, x, branch.bias, None, None, p, key, post)
         some = (None, 0) if wanted is None else (wanted.places, len(wanted.tokens))
-        parts = (*norm_parts(norm), p, key, post, branch.scale, branch.places, *some)
-        return add_norm(branch.out, x, branch.bias, *parts, from_output=from_output)
+        parts = (*norm_parts(norm), p, key, post, branch.scale, branch.places, *some, from_output)
+        return add_norm(branch.out, x, branch.bias, *parts)
 
     def settle(self, branch: Branch, x: Tensor, key: Tensor | None, layout: Layout) -> Tensor:
         """The stream with the last branch added to it, where the next norm cannot do that."""
@@ -331,7 +331,7 @@ class FusedBlock(Block):
         if self.keep.qkv == "product" or not torch.is_grad_enabled():
             return nullcontext()
         h, *others = made_of
-        return forgetting(q, partial(multiply_heads, h.detach(), *others))
+        return forgetting(q, lambda: project_heads(h.detach(), *others)[0])
 
     def expand(self, h: Tensor, key: Tensor | None, layout: Layout) -> Branch:
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0

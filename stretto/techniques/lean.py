@@ -23,32 +23,29 @@ nothing changes a number. Rates that are off by a common factor give the same ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from stretto.config import LeanConfig, ModelConfig, read_memory
+from stretto.config import LeanConfig, read_memory
+from stretto.dial import fit, follow_options, list_options
 from stretto.errors import ConfigError
-from stretto.memory import Keep, Needs, block_bytes, kv_width, mlp_widths, predict
+from stretto.memory import Keep
 from stretto.ops.attention import MOST_CHANNELS
-from stretto.ops.norm import can_restore
+from stretto.ops.residual import can_restore
 from stretto.techniques.technique import Context, Foreign, Sites, Technique
 
 LOOK = 64  # updates between two looks at the weights of norms
-PRODUCTS, ATTENTION, BYTES = 600e12, 250e12, 4e12  # FLOP/s, FLOP/s and bytes/s of an H200 in 16 bits
 GIB = 2**30
 
 
 class Lean(Technique):
     name, exact = "lean", True
     cfg: LeanConfig
-    keeps: tuple[Keep, ...] = ()  # what each block keeps, in the order of the forward pass
-    words = ""  # for the log
+    keeps: Sequence[Keep] = ()  # what each block keeps, in the order of the forward pass
 
     def __init__(self, cfg: LeanConfig, context: Context) -> None:
         super().__init__(cfg, context)
@@ -84,43 +81,27 @@ class Lean(Technique):
         found = [what for what, holds in kernels_know_no.items() if holds]
         return f"with {found[0]}, attention_dropout draws random numbers that cannot be drawn again" if found else ""
 
-    def estimate(self, needs: Needs) -> Needs:
-        """Chooses what each block keeps; the time of what is computed again is that of the rule."""
-        self.keeps = self._fit_memory(needs) or self._follow_options(needs.model)
-        needs = replace(needs, keeps=self.keeps)
-        self.words = f"lean: {describe_keeps(self.keeps)}; {predict(needs).peak / GIB:.2f} GiB predicted at the peak"
-        if self.cfg.memory == "batch" and self.context.device.type == "cuda":
-            card = torch.cuda.get_device_properties(self.context.device).total_memory
-            self.words += f", and a batch {largest_batch(needs, card):.1f} times as large would fit"
-        return needs
-
-    def _follow_options(self, model: ModelConfig) -> tuple[Keep, ...]:
-        cfg = self.cfg
-        whole, others = Keep(cfg.norms, block="input"), Keep(cfg.norms, cfg.mlp, cfg.qkv)
-        return tuple(whole if i < cfg.blocks else others for _, count in model.stacks() for i in range(count))
-
-    def _fit_memory(self, needs: Needs) -> tuple[Keep, ...]:
-        """What fits into `memory`; nothing, if that sets no limit."""
-        in_card = self.cfg.memory.endswith("%")
-        card = torch.cuda.get_device_properties(self.context.device).total_memory if in_card else 0
-        memory = read_memory(self.cfg.memory, card)
-        if not memory:
-            return ()
-        options = list_options(self.cfg.norms, whole=not self._find_problem())
-        found = fit(needs, options, memory)
-        if not found:
-            least = predict(replace(needs, keeps=(options[-1],) * len(needs.keeps)))
+    def _choose_keeps(self) -> list[Keep]:
+        """What each block keeps, in the order of the forward pass."""
+        model, cfg, needs, device = self.context.model, self.cfg, self.context.needs, self.context.device
+        assert model is not None
+        card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        memory, options = read_memory(cfg.memory, card), list_options(cfg.norms, whole=not self._find_problem())
+        if not memory or needs is None:
+            return follow_options(model, Keep(cfg.norms, cfg.mlp, cfg.qkv), cfg.blocks)
+        keeps = fit(needs, options, memory)
+        if keeps is None:
+            least = needs.predict(follow_options(model, options[-1], 0))
             raise ConfigError(
-                f"{self.key}.memory = {self.cfg.memory!r} cannot be met: with all blocks computed again a step takes"
-                f" about {least.peak / GIB:.2f} GiB, most of it at the {least.peak_at}; make the batch smaller, or split"
-                " the weights over processes (parallel.data = 'shard')"
+                f"{self.key}.memory = {cfg.memory!r} cannot be met: with all blocks computed again a step takes about"
+                f" {least.peak / GIB:.2f} GiB, at the {least.peak_at}; make the batch smaller, or split the weights"
+                " over processes (parallel.data = 'shard')"
             )
-        return found
+        return keeps
 
     def apply(self, model: nn.Module, sites: Sites) -> None:
-        assert self.context.model is not None
-        blocks = sites["block"]
-        for name, keep in zip(blocks, self.keeps or self._follow_options(self.context.model), strict=True):
+        blocks, self.keeps = sites["block"], self._choose_keeps()
+        for name, keep in zip(blocks, self.keeps, strict=True):
             model.get_submodule(name).keep = keep  # type: ignore[assignment]
         inside = [name for name in sites["norm"] if name.startswith(tuple(f"{block}." for block in blocks))]
         self._tell_norms({name: model.get_submodule(name) for name in inside})
@@ -132,7 +113,7 @@ class Lean(Technique):
     def _tell_norms(self, norms: Mapping[str, nn.Module]) -> None:
         self.norms = norms if self.cfg.norms == "output" else {}
         for norm in self.norms.values():
-            norm.from_output = True  # type: ignore[assignment]
+            norm.from_output = True
 
     def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         """Looks at norms in the same updates whether a run was interrupted or not."""
@@ -169,27 +150,9 @@ class Lean(Technique):
         self.looked = "lost" in state
 
     def describe(self) -> str:
-        return self.words
-
-
-class Option(NamedTuple):
-    """What a block may keep, and what follows from it."""
-
-    keep: Keep
-    kept: float  # bytes from the forward to the backward pass of the block, less its gradients, which come then
-    working: float  # bytes that the backward pass of the block needs besides
-    seconds: float  # of what is computed again
-
-
-def list_options(norms: str, whole: bool) -> list[Keep]:
-    """All that a block may keep, the least at the end. `whole`: blocks may be computed again as a whole."""
-    choices = product(("activation", "product", "input"), ("product", "input"))
-    keeps = [Keep(norms, mlp, qkv) for mlp, qkv in choices]  # type: ignore[arg-type]
-    return [*keeps, Keep(norms, block="input")] if whole else keeps  # type: ignore[arg-type]
-
-
-def fit(needs: Needs, options: Sequence[Keep], memory: int) -> tuple[Keep, ...]:
-    """The fastest choice of an option for each block with which a step takes at most so many bytes; nothing, if there
-    is none. The search is exact: what counts of the choices for the first blocks is how many bytes these keep, so for
-    each number of bytes only the fastest ones go on."""
-    ...
+        kinds = {keep: self.keeps.count(keep) for keep in dict.fromkeys(self.keeps)}
+        words = [f"{count} blocks keep {keep.describe()}" for keep, count in kinds.items()]
+        if self.context.needs is not None:
+            peak = self.context.needs.predict(self.keeps).peak
+            words.append(f"{peak / GIB:.2f} GiB predicted at the peak")
+        return "; ".join(words)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from stretto.batch import Batch
 from stretto.config import Config, ModelConfig, OptimConfig, build_config
+from stretto.dial import Needs
 from stretto.errors import ConfigError
 from stretto.memory import Keep
 from stretto.mesh import Mesh
@@ -55,8 +56,7 @@ class Context:
     seq_len: int = 0  # longest sequence in tokens
     padded: bool = False  # batches are rectangles with padding
     compiled: bool = False  # torch.compile
-    tokens: int = 0  # most tokens of a micro-batch in this process, on one side of it
-    sequences: int = 0  # samples of a micro-batch of the recipe; 0: it is measured in tokens
+    needs: Needs | None = None  # what memory is needed for; None: it is not known
     part: tuple[int, ...] = ()  # the part of each micro-batch that is this process's; (): all of it
 
 
@@ -118,8 +118,8 @@ class Foreign(Protocol):
         """Lets modules compute what they compute by the kernels of ops."""
         ...
 
-    def keep_less(self, keep: Keep) -> Sequence[nn.Module]:
-        """Tells modules what to keep for the backward pass, as far as they can; gives the norms that it told."""
+    def keep_less(self, keep: Keep) -> Mapping[str, nn.Module]:
+        """Tells modules what to keep for the backward pass, as far as they can; returns the norms, by name."""
         ...
 
     def replace_norms(self, name: str, build: Callable[[int], R]) -> R:

@@ -143,10 +143,11 @@ def resolve(name: str, overrides: list[str], out: Path) -> Config:
 
 @pytest.mark.parametrize("name", CONTESTANTS)
 def test_techniques_are_for_those_who_have_them(name: str, tmp_path: Path) -> None:
-    config = resolve(name, ["techniques.fused.recompute=true", "model.layers=3"], tmp_path)
+    config = resolve(name, ["techniques.fused.moments=bf16", "model.layers=3"], tmp_path)
     assert config.model.layers == 3 and config.model.width == 64
     fused = config.techniques.fused
-    assert isinstance(fused, FusedConfig) and fused.recompute if name in ("stretto", "stretto hf") else fused is None
+    ours = name in ("stretto", "stretto hf")
+    assert isinstance(fused, FusedConfig) and fused.moments == "bf16" if ours else fused is None
 
 
 def test_only_stretto_asks_for_graphs_and_only_on_a_gpu(tmp_path: Path) -> None:
@@ -160,7 +161,8 @@ def test_only_stretto_asks_for_graphs_and_only_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["stretto", "stretto hf"])
 def test_bf16_weights_are_asked_for_in_each_ones_way(name: str) -> None:
     recipe = contest.make_recipe(WORKLOADS["llama1b_4x4096"], name)
-    assert recipe["techniques"]["fused"] == {"weights": "bf16", "moments": "bf16", "recompute": True}
+    assert recipe["techniques"]["fused"] == {"weights": "bf16", "moments": "bf16"}
+    assert recipe["techniques"]["lean"] == {"norms": "input"}
     for graphs, weights in ((True, "split"), (False, "fp32")):
         assert contest.make_recipe(WORKLOADS[NAME], name, graphs)["techniques"]["fused"] == {"weights": weights}
 

@@ -40,7 +40,7 @@ def trees(folder: Path) -> dict[str, dict[str, Any]]:
     )  # fmt: skip
     masked = change(
         causal, data__task="masked", model__kind="encoder", model__norm_order="post", model__embed_norm=True,
-        model__token_types=2, model__attention_dropout=0.1, techniques__fused={"recompute": True},
+        model__token_types=2, model__attention_dropout=0.1, techniques__lean=True,
     )  # fmt: skip
     images = change(
         causal, data__task="images", data__train=str(write_images(folder / "images.npz")), data__held_out=0.2,
