@@ -23,11 +23,13 @@ of a token are taken in the backward kernel, where its row is in registers anywa
 from every `stride`-th row after the forward kernel.
 
 With `from_output` (residual.py) the backward pass reads y in place of the stream: the pull takes y itself, dresidual
-does not change, and dweight takes stream = (y - bias) / weight, which adds one rounding to it and is 0 in lost channels.
+does not change, and dweight takes stream = (y - bias) / weight, which adds one rounding to it, and is 0 in a lost
+channel.
 
 Shapes: branch, residual, stream, y [T, C], one dtype; weight and biases [C], any float dtype, their gradients in it;
 rows [T], fp32, 0 unless the row's number is a multiple of `stride`; factor [], fp32, read by the backward pass.
-Saved for backward: stream, or with `from_output` y; rows; stats, fp32, [2, C] (mean, variance) or [2, 0] (token); the dropout key.
+Saved for backward: stream, or with `from_output` y; rows; stats, fp32, [2, C] (mean, variance) or [2, 0] (token); the
+dropout key.
 """
 
 from __future__ import annotations
@@ -250,7 +252,7 @@ def add_affine(
     """Returns y, the affine of stream = residual + dropout(branch + branch_bias), and what the next branch is added to:
     the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. `rows` and `factor`,
     both or neither, say how strongly the backward pass pulls y towards mean 0 and variance 1. With `from_output` y is
-    kept for the backward pass and not the stream: y must not be changed in place. With `carry` the kernel adds both
+    kept for the backward pass and not the stream; y must not be changed in place. With `carry` the kernel adds both
     gradients of a residual without a branch."""
     check_width(residual, branch_bias, weight, bias)
     if (rows is None) != (factor is None) or (rows is not None and rows.shape != residual.shape[:1]):

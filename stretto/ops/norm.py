@@ -262,8 +262,8 @@ def add_norm(
     """Returns y, the norm of stream = residual + scale * dropout(branch + branch_bias), and what the next branch is
     added to: the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. With
     `branch_at` the branch has rows for some tokens only, with `y_at` y has, `y_rows` in number. `scale` gets no
-    gradient. With `from_output` y is kept for the backward pass and not the stream: y must not be changed in place. With
-    `carry` the kernel adds both gradients of a residual without a branch."""
+    gradient. With `from_output` y is kept for the backward pass and not the stream; y must not be changed in place.
+    With `carry` the kernel adds both gradients of a residual without a branch."""
     if branch is None and (branch_bias is not None or scale is not None or branch_at is not None):
         raise ValueError("add_norm takes a branch_bias, a scale or branch_at only with a branch")
     if post and (branch_at is not None or y_at is not None):

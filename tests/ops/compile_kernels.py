@@ -89,10 +89,15 @@ def call_norms() -> list[Tensor]:
         shift = None if rms else row
         found += add_norm(make(T, C), make(T, C), row, row, shift, 1e-5, rms, 0.1, KEY)
         found += add_norm(make(T, C), make(T, C), None, row, shift, 1e-5, rms, 0.0, None, True)
-    found += add_norm(make(T, C), make(T, C), row, row, row, 1e-5, False, 0.1, KEY, False, scale, places, places, T)
+        found += add_norm(make(T, C), make(T, C), row, row, shift, 1e-5, rms, 0.1, KEY, from_output=True)
+    some = (scale, places, places, T)
+    for from_output in (False, True):
+        found += add_norm(make(T, C), make(T, C), row, row, row, 1e-5, False, 0.1, KEY, False, *some, from_output)
     weights = torch.ones(T) / T
     for axis in AXES:
-        found += add_affine(make(T, C), make(T, C), row, row, row, 0.1, KEY, False, weights, scale, 1, axis)
+        for from_output in (False, True):
+            pull = (weights, scale, 1, axis, from_output)
+            found += add_affine(make(T, C), make(T, C), row, row, row, 0.1, KEY, False, *pull)
     return found
 
 

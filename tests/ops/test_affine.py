@@ -20,6 +20,7 @@ KEY = torch.tensor([0x0FEDCBA987654321, 99], device=DEVICE)
 FACTOR = torch.tensor(0.7, device=DEVICE)
 STRIDE = 3
 Call = Callable[..., Any]
+in_bf16 = pytest.mark.skipif(INTERPRET, reason="Triton's interpreter rounds to bf16 towards zero, so y is off one way")
 
 
 def tensors(rows: int, cols: int) -> list[Tensor]:
@@ -49,12 +50,13 @@ def weights(rows: int) -> Tensor:
     return counts / counts.sum().clamp(min=1)
 
 
-def fused(axis: str | None, p: float, post: bool = False) -> Call:
+def fused(axis: str | None, p: float, post: bool = False, from_output: bool = False) -> Call:
     """`add_affine` of the five tensors; without an axis nothing is pulled."""
 
     def run(branch: Tensor, residual: Tensor, branch_bias: Tensor, weight: Tensor, bias: Tensor) -> Any:
         pull = {} if axis is None else {"rows": weights(len(branch)), "factor": FACTOR, "stride": STRIDE, "axis": axis}
-        return add_affine(branch, residual, branch_bias, weight, bias, p, KEY if p else None, post, **pull)
+        options = {"post": post, "from_output": from_output}
+        return add_affine(branch, residual, branch_bias, weight, bias, p, KEY if p else None, **options, **pull)
 
     return run
 
@@ -149,6 +151,45 @@ def test_parity(axis: str | None, shape: tuple[int, int], p: float, dtype: torch
     assert_parity(fused(axis, p), plain(axis, p), tensors(*shape), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=in_bf16)])
+@pytest.mark.parametrize("axis", [*AXES, None])
+def test_from_output(axis: str | None, dtype: torch.dtype) -> None:
+    for shape, p in (((31, 257), 0.3), ((26, 1100), 0.0), ((0, 8), 0.3)):
+        args = tensors(*shape)
+        args[4] = args[4] / 8  # a bias as large as the weight doubles the rounding
+        assert_parity(fused(axis, p, from_output=True), plain(axis, p), args, dtype)
+        for left_out in (3, 4):
+            given = [None if i == left_out else arg for i, arg in enumerate(args)]
+            assert_parity(fused(axis, p, from_output=True), plain(axis, p), given, dtype)
+
+    def twice(*args: Tensor) -> tuple[Tensor, Tensor]:
+        y, _ = plain("token", 0.3)(*args)
+        return y.clone(), y.clone()
+
+    args = tensors(7, 40)
+    args[4] = args[4] / 8
+    assert_parity(fused("token", 0.3, post=True, from_output=True), twice, args, dtype)
+
+
+def test_lost_channels() -> None:
+    """A weight of 0 learns nothing, and every other gradient is what it is from the stream."""
+    args = tensors(7, 40)
+    args[3][5] = 0.0
+    before, after = (results(fused("token", 0.3, from_output=from_output), args) for from_output in (False, True))
+    assert after[5][5] == 0 != before[5][5]
+    before[5][5] = 0.0
+    for got, expected in zip(after, before, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_from_output_keeps_y() -> None:
+    args = [t.requires_grad_() for t in tensors(6, 40)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y, _ = fused(None, 0.0, from_output=True)(*args)
+    assert [t.shape for t in kept] == [(6, 40), (2, 0), (40,), (40,)] and kept[0].data_ptr() == y.data_ptr()
+
+
 @pytest.mark.parametrize("left_out", ["branch_bias", "weight", "bias", "stream", "y"])
 def test_what_may_be_left_out(left_out: str) -> None:
     names = ["branch", "residual", "branch_bias", "weight", "bias"]
@@ -183,14 +224,18 @@ def test_without_a_branch_the_residual_is_the_stream() -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 def test_it_compiles(axis: str) -> None:
-    assert_compiles(fused(axis, 0.3), tensors(7, 20))
+    for from_output in (False, True):
+        assert_compiles(fused(axis, 0.3, from_output=from_output), tensors(7, 20))
 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_ops(axis: str) -> None:
     branch, residual, *rest = tensors(7, 20)
     leaves = [t.requires_grad_() for t in (strided(branch), residual, *rest)]
-    assert_op(family._add_affine.definition, (*leaves, 0.3, KEY, *(False,) * 3, weights(7), FACTOR, STRIDE, axis))
+    pull = (weights(7), FACTOR, STRIDE, axis)
+    for from_output in (False, True):
+        assert_op(family._add_affine.definition, (*leaves, 0.3, KEY, False, from_output, False, *pull))
+    assert_op(family._add_affine.definition, (None, residual, None, *leaves[3:], 0.0, None, False, True, True, *pull))
 
 
 def test_a_row_that_does_not_count_is_not_pulled() -> None:
@@ -217,6 +262,27 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
     arguments = dict(zip(names, tensors(7, 20), strict=True)) | {"p": 0.0, "key": None} | change
     with pytest.raises(ValueError, match=message):
         add_affine(**arguments)
+
+
+def test_carry_rounds_a_sum_of_gradients_once() -> None:
+    """The gradient is that of a sum with a branch of zeros, bit by bit; without `carry` it is rounded twice."""
+    _, x, _, weight, bias = (t.bfloat16() for t in tensors(64, 96))
+    dy, dstream = (rand(64, 96, dtype=torch.bfloat16, seed=seed) for seed in (8, 9))
+
+    def gradient(branch: Tensor | None, carry: bool) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        both = add_affine(branch, leaf, None, weight, bias, 0.0, None, carry=carry)
+        return torch.autograd.grad(both, leaf, (dy, dstream))[0]
+
+    exact = gradient(torch.zeros_like(x), False)
+    assert torch.equal(gradient(None, True), exact) and not torch.equal(gradient(None, False), exact)
+
+
+def test_a_backward_that_forgets_the_bias_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = family._affine_backward
+    monkeypatch.setattr(family, "_affine_backward", lambda *args: right(*args[:5], None, *args[6:]))
+    with pytest.raises(AssertionError, match="result 5"):  # the gradient of the weight
+        assert_parity(fused("token", 0.3, from_output=True), plain("token", 0.3), tensors(7, 40), torch.float32)
 
 
 def test_a_planted_error_shows() -> None:
