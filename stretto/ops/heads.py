@@ -257,10 +257,10 @@ def project_heads(
     heads, width = sum(parts), sum(map(len, weights))
     fit = x.ndim == 2 and all(w.shape[1:] == x.shape[1:] for w in weights) and width % heads == 0
     if not fit or (biases and [b.shape for b in biases] != [w.shape[:1] for w in weights]):
-        shapes = [[list(t.shape) for t in some] for some in (weights, biases)]
+        of_weights, of_biases = ([list(t.shape) for t in some] for some in (weights, biases))
         raise ValueError(
-            f"x {list(x.shape)}, weights {shapes[0]} and biases {shapes[1]} do not give {heads} heads: they have to be "
-            "[T, C], [heads * D, C] and [heads * D] together"
+            f"x {list(x.shape)}, weights {of_weights} and biases {of_biases} do not give {heads} heads: they have to "
+            "be [T, C] and together [heads * D, C] and [heads * D]"
         )
     if (cos is None) != (sin is None) or any(
         t is not None and (t.shape != (x.shape[0], width // heads // 2) or width // heads % 2) for t in (cos, sin)

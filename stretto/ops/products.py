@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,9 +97,7 @@ def compute_gradients(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     return dx, dweight
 
 
-def compute_some_gradients(
-    dout: Tensor, x: Tensor | None, weight: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+def compute_some_gradients(dout: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Any, Any]:
     """Returns dx, which needs the weight, and dweight, which needs x; None in place of a gradient whose factor is
     None."""
     if x is None or weight is None:

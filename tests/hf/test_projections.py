@@ -74,9 +74,9 @@ def test_what_was_rotated_is_not_kept_as_it_was_before() -> None:
 def test_weights_are_neither_joined_nor_cast_for_the_backward_pass(family: str) -> None:
     """Of fp32 weights under autocast attention keeps nothing but the parameters themselves."""
     model, kept = accelerated(family), list[Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        with torch.autocast("cpu", torch.bfloat16):
-            model(**draw_batch(family)).loss.backward()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        model(**draw_batch(family)).loss.backward()
     theirs = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes = {t.untyped_storage().nbytes() for t in kept if t.untyped_storage().data_ptr() not in theirs}
     assert not sizes & {layers * WIDTH**2 * size for layers in (1, 2, 3) for size in (2, 4)}
