@@ -308,9 +308,9 @@ def project_all(x: Tensor, layers: list[Any]) -> list[Tensor]:
     size = gcd(*widths)
     while size > LARGEST_HEAD and size % 2 == 0:
         size //= 2
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    weights, biases = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
     rows = compute(x).flatten(0, -2)
-    heads = project_heads(rows, torch.cat([layer.weight for layer in layers]), bias, [w // size for w in widths])
+    heads = project_heads(rows, weights, None if biases[0] is None else biases, [width // size for width in widths])
     return [part.flatten(1).view(*x.shape[:-1], width) for part, width in zip(heads, widths, strict=True)]
 
 

@@ -28,7 +28,9 @@ which at most two fit a multiprocessor: at V = 50304 the rows in flight on 132 m
 
 Large chunks keep the products efficient (dweight's inner dimension is the chunk) and touch the fp32 sum of dweight less
 often: it is read and written once per chunk. On an H200 that takes 219 / rows of the time of the three products: 3%
-with CHUNK_ROWS, by the rates of its memory and its products.
+with CHUNK_ROWS, by the rates of its memory and its products. The buffer of logits is often what decides the peak of a
+step: a caller that needs the memory gives fewer rows as `chunk`, 2 V bytes each in bf16, and pays by that formula. The
+chunks change nothing but the order in which loss, dweight and dbias are summed, in fp32.
 """
 
 from __future__ import annotations
@@ -164,9 +166,10 @@ def _has_kernel(logits: Tensor) -> bool:
     return runs_kernels(logits) and logits.dtype != torch.float64
 
 
-def chunk_rows(tokens: int, row_bytes: int) -> int:
-    """Returns the rows of logits in a chunk: within both limits, a multiple of 128, about the same in each chunk."""
-    most = max(min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // 128 * 128, 128)
+def chunk_rows(tokens: int, row_bytes: int, chunk: int = 0) -> int:
+    """Returns the rows of logits in a chunk: a multiple of 128, about the same in each chunk, and at most `chunk`, or
+    within both limits if that is 0; at least 128."""
+    most = max((chunk or min(CHUNK_BYTES // row_bytes, CHUNK_ROWS)) // 128 * 128, 128)
     chunks = max(cdiv(tokens, most), 1)
     return max(cdiv(cdiv(tokens, chunks), 128), 1) * 128
 
@@ -180,15 +183,16 @@ def new_results(x: Tensor, weight: Tensor, needed: list[bool]) -> tuple[Tensor, 
 
 
 def run_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float, ignore: int, needed: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float, ignore: int,
+    chunk: int, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns loss, dx, dweight and dbias for a loss gradient of 1. All products go into memory that is there already,
     which also keeps autocast from rounding them. `needed`: the gradients of x, weight and bias."""
     (tokens, _), classes, (need_x, need_weight, need_bias) = x.shape, weight.shape[0], needed
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     loss, dx, dweight, dbias = new_results(x, weight, needed)
     stride = cdiv(classes, 64) * 64  # aligned rows: for the kernel's loads, and for products with an odd vocabulary
-    rows = chunk_rows(tokens, stride * x.element_size())
+    rows = chunk_rows(tokens, stride * x.element_size(), chunk)
     buffer = x.new_empty(min(rows, tokens), stride)[:, :classes]
     for start in range(0, max(tokens, 1), rows):  # no tokens at all: one empty chunk, which makes dweight zero
         part = slice(start, start + rows)
@@ -244,15 +248,17 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, 
         None if dtype is None or dloss is None else _scale_gradient(gradient, dloss, dtype)
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
     )
-    return (*scaled, *[None] * 4)
+    return (*scaled, *[None] * 5)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float = 0.0, ignore: int = -100
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float = 0.0, ignore: int = -100,
+    *, chunk: int = 0,
+) -> Tensor:  # fmt: skip
     """The summed cross entropy of the logits x @ weight.T + bias against labels [T], a scalar of at least fp32, for
     x [T, C], weight [V, C] and bias [V], without the logits [T, V]. The product is taken in the dtype of x (under
-    autocast, in its dtype); weight and bias keep theirs."""
+    autocast, in its dtype); weight and bias keep theirs. `chunk`: the most rows of logits that exist at a time, a
+    multiple of 128 or rounded down to one, and at least 128; 0 takes CHUNK_ROWS, within CHUNK_BYTES."""
     matrices = x.ndim == weight.ndim == 2 and x.shape[1] == weight.shape[1]
     if not matrices or labels.shape != x.shape[:1] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
@@ -261,9 +267,11 @@ def linear_cross_entropy(
         )
     if not 0.0 <= smoothing < 1.0:
         raise ValueError(f"label smoothing is in [0, 1), not {smoothing}")
+    if chunk < 0:
+        raise ValueError(f"a chunk has 0 (chosen here) or more rows, not {chunk}")
     if weight.shape[0] < 1:
         raise ValueError("cross entropy needs at least one class")
     x = x.to(product_dtype(x))
     recorded = torch.is_grad_enabled()
     needed = [t is not None and recorded and t.requires_grad for t in (x, weight, bias)]
-    return _linear_cross_entropy(x, weight, bias, labels, smoothing, ignore, needed)[0]
+    return _linear_cross_entropy(x, weight, bias, labels, smoothing, ignore, chunk, needed)[0]

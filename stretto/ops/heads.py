@@ -20,7 +20,13 @@ Any list of parts will do: queries alone, or the keys and values of all layers t
 and keys that no projection made, `rotate_heads` runs the same kernel, one pass forward and one backward.
 
 Shapes: x [T, C]; weight [W, C], bias [W], W = D * the heads of all parts; cos and sin [T, D/2], fp32, without gradient;
-results [T, heads, D]. Saved for backward: x, weight, cos, sin.
+results [T, heads, D].
+
+Saved for backward: x, cos, sin, and the weight as it was given. The weights of several layers that read one input, such
+as the queries, keys and values of a Hugging Face model, may be given as they are: their rows are the rows of `weight`.
+One matrix of them, in the dtype of the product, exists during the forward product and again during the backward
+products; kept in between, it would cost every layer the bytes of its weights once more (6 C^2 in 16 bits for queries,
+keys and values of width C).
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from stretto.ops import language
 from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, runs_kernels, tl, wide
 from stretto.ops.linear import linear_gradients
 from stretto.ops.op import Op
-from stretto.ops.products import multiply
+from stretto.ops.products import join_rows, multiply, split_rows
 from stretto.ops.sums import launch_sums
 
 ROTATED = 2  # parts, the first ones: queries and keys
@@ -188,11 +194,12 @@ def _new_merged(parts: list[Tensor], sums: torch.dtype | None) -> tuple[Tensor, 
 
 
 def _project_and_turn(
-    x: Tensor, weight: Tensor, bias: Tensor | None, size: int, rotated: int, cos: Tensor | None, sin: Tensor | None
-) -> Tensor:
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], size: int, rotated: int,
+    cos: Tensor | None, sin: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Returns the product [T, W], with its first `rotated` heads of `size` channels turned. This is one op: nothing
-    else has seen the product when it is changed in place."""
-    out = multiply(x, weight, bias)
+    else has seen the product when it is changed in place, and nothing can keep the matrix of all weights."""
+    out = multiply(x, join_rows(weights, x.dtype), join_rows(biases, x.dtype) if biases else None)
     if cos is not None and sin is not None:
         heads = out[:, : rotated * size].unflatten(1, (rotated, size))
         if runs_kernels(x):
@@ -202,7 +209,7 @@ def _project_and_turn(
     return out
 
 
-_project = Op("project_heads", _project_and_turn, fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[0]))
+_project = Op("project_heads", _project_and_turn, fake=lambda x, weights: x.new_empty(len(x), sum(map(len, weights))))
 _merge = Op("merge_heads", merge_heads_ref, launch_merge_heads, fake=_new_merged)
 
 
@@ -212,44 +219,55 @@ class _ProjectHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-        parts: tuple[int, ...],
+        ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, parts: tuple[int, ...], count: int,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        need_x, need_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, cos, sin)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        size = weight.shape[0] // sum(parts)
-        out = _project(x, weight, bias, size, sum(parts[:ROTATED]), cos, sin)
+        """The parameters are `count` weights, then as many biases or none."""
+        need_x, *_ = ctx.needs_input_grad
+        ctx.needed = ctx.needs_input_grad[-len(parameters) :]
+        weights, biases = list(parameters[:count]), list(parameters[count:])
+        ctx.save_for_backward(x if any(ctx.needed[:count]) else None, cos, sin, *weights if need_x else [])
+        ctx.rows, ctx.dtypes = [len(weight) for weight in weights], [t.dtype for t in parameters]
+        size = sum(ctx.rows) // sum(parts)
+        out = _project(x, weights, biases, size, sum(parts[:ROTATED]), cos, sin)
         return out.view(x.shape[0], sum(parts), size).split(parts, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, cos, sin = ctx.saved_tensors
-        need_bias = ctx.needs_input_grad[2]
-        dout, dbias = _merge(list(dparts), cos, sin, ctx.bias_dtype if need_bias else None)
-        return *linear_gradients(dout, x, weight), dbias if need_bias else None, None, None, None
+        x, cos, sin, *weights = ctx.saved_tensors
+        count = len(ctx.rows)
+        need_bias = any(ctx.needed[count:])
+        dout, dbias = _merge(list(dparts), cos, sin, ctx.dtypes[count] if need_bias else None)
+        dx, dweight = linear_gradients(dout, x, weights)
+        dweights = split_rows(dweight, ctx.rows, ctx.dtypes[:count], ctx.needed[:count])
+        dbiases = split_rows(dbias if need_bias else None, ctx.rows, ctx.dtypes[count:], ctx.needed[count:])
+        return dx, None, None, None, None, *dweights, *dbiases
 
 
 def project_heads(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: Sequence[int],
+    x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor] | None, parts: Sequence[int],
     cos: Tensor | None = None, sin: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Projects x [T, C] to heads and returns one tensor [T, heads, D] for each number of heads in `parts`; with cos and
     sin [T, D/2] the first two, queries and keys, are rotated. The product has the dtype of x or, like F.linear, of an
-    enclosing autocast; parameters may have any dtype."""
-    heads, (width, channels) = sum(parts), weight.shape
-    if x.ndim != 2 or x.shape[1] != channels or width % heads or (bias is not None and bias.shape != (width,)):
+    enclosing autocast; parameters may have any dtype. Several weights, and as many biases or None, are one projection,
+    whose rows they have in their order; a part need not end where a weight ends."""
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
+    heads, width = sum(parts), sum(map(len, weights))
+    fit = x.ndim == 2 and all(w.shape[1:] == x.shape[1:] for w in weights) and width % heads == 0
+    if not fit or (biases and [b.shape for b in biases] != [w.shape[:1] for w in weights]):
+        of_weights, of_biases = ([list(t.shape) for t in some] for some in (weights, biases))
         raise ValueError(
-            f"x {list(x.shape)}, weight {list(weight.shape)} and bias {None if bias is None else list(bias.shape)} "
-            f"do not give {heads} heads: they have to be [T, C], [heads * D, C] and [heads * D]"
+            f"x {list(x.shape)}, weights {of_weights} and biases {of_biases} do not give {heads} heads: they have to "
+            "be [T, C] and together [heads * D, C] and [heads * D]"
         )
     if (cos is None) != (sin is None) or any(
         t is not None and (t.shape != (x.shape[0], width // heads // 2) or width // heads % 2) for t in (cos, sin)
     ):
         shapes = [None if t is None else list(t.shape) for t in (cos, sin)]
         raise ValueError(f"cos and sin {shapes} have to be [T, D/2] = {[x.shape[0], width / heads / 2]} both")
-    dtype = language.product_dtype(x)
-    return _ProjectHeads.apply(x.to(dtype), weight.to(dtype), bias, cos, sin, tuple(parts))
+    return _ProjectHeads.apply(x.to(language.product_dtype(x)), cos, sin, tuple(parts), len(weights), *weights, *biases)
 
 
 class _RotateHeads(torch.autograd.Function):

@@ -5,12 +5,17 @@
 
 The products, and when two of them run at the same time, are in products.py.
 
-Shapes: x [T, C], weight [O, C], bias [O], out and dout [T, O]. Saved for backward: x, weight.
+Shapes: x [T, C], weight [O, C], bias [O], out and dout [T, O].
+
+Saved for backward: x, and the weight as it was given. A weight that is wider than the product (an fp32 parameter under
+a bf16 autocast) is cast for the forward product and again for dx: the cast moves 6 bytes per parameter, next to a
+product of 2 T FLOPs per parameter, and its copy would otherwise wait for the backward pass in every layer, 2 bytes per
+parameter. Gradients of weights are computed in the dtype of the product and cast to the dtype of the weight.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,41 +23,56 @@ from torch import Tensor
 
 from stretto.ops import products
 from stretto.ops.language import product_dtype, wide_dtype
-from stretto.ops.op import Op
+from stretto.ops.op import Op, fill_in
 
-_linear_backward = Op(
-    "linear_backward",
-    products.compute_gradients,
-    fake=lambda dout, x, weight: (dout.new_empty(x.shape), dout.new_empty(weight.shape)),
-)
-linear_gradients = partial(products.compute_some_gradients, both=_linear_backward)
+
+def _compute_gradients(dout: Tensor, x: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
+    weight = products.join_rows(weights, dout.dtype) if weights else None
+    return [g for g in products.compute_some_gradients(dout, x, weight) if g is not None]
+
+
+def _new_some_gradients(dout: Tensor, x: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
+    shapes = [(dout.shape[0], weight.shape[1]) for weight in weights[:1]]
+    shapes += [] if x is None else [(dout.shape[1], x.shape[1])]
+    return [dout.new_empty(shape) for shape in shapes]
+
+
+# The weights are cast and joined inside the op, where a compiler cannot decide to keep the copy of the forward pass.
+_linear_backward = Op("linear_backward", _compute_gradients, fake=_new_some_gradients)
+
+
+def linear_gradients(dout: Tensor, x: Tensor | None, weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns dx, which needs the weights, and dweight, which needs x, in the dtype of dout; None in place of a
+    gradient whose factor is None or an empty list. Several weights are one layer, whose rows they have."""
+    return fill_in(_linear_backward(dout, x, list(weights)), [bool(weights), x is not None])
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         need_x, need_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return products.multiply(x, weight, bias)
+        ctx.save_for_backward(x if need_weight else None, *[weight] if need_x else [])
+        ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        return products.multiply(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, *weights = ctx.saved_tensors
         dbias = dout.sum(0, dtype=wide_dtype(dout.dtype)).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return *linear_gradients(dout, *ctx.saved_tensors), dbias
+        dx, dweight = linear_gradients(dout, x, weights)
+        return dx, None if dweight is None else dweight.to(ctx.dtype), dbias
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns x weight^T + bias for x [T, C], weight [O, C] and bias [O], in the dtype of x or, like F.linear, of an
-    enclosing autocast. The product itself adds the bias."""
-    dtype = product_dtype(x)
-    return _Linear.apply(x.to(dtype), weight.to(dtype), bias)
+    enclosing autocast. The product itself adds the bias. Parameters may have any dtype."""
+    return _Linear.apply(x.to(product_dtype(x)), weight, bias)
 
 
 def _multiply_all(x: Tensor, weights: list[Tensor]) -> Tensor:
     out = _new_out(x, weights)
     for part, weight in zip(_split_out(out, weights), weights, strict=True):
-        products.multiply_into(part, x, weight)
+        products.multiply_into(part, x, weight.to(x.dtype))
     return out
 
 
@@ -65,19 +85,21 @@ def _split_out(out: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _compute_all_gradients(dout: Tensor, x: Tensor, weights: list[Tensor], need_x: bool) -> list[Tensor]:
-    """Returns dx, if it is needed, then the gradients of the weights."""
+    """Returns dx, if it is needed, then the gradients of the weights. One weight is cast at a time."""
     parts = _split_out(dout, weights)
-    gradients = [products.compute_dweight(part, x) for part in parts]
+    gradients = [
+        products.compute_dweight(part, x).to(weight.dtype) for part, weight in zip(parts, weights, strict=True)
+    ]
     if need_x:
-        dx = products.compute_dx(parts[0], weights[0])
+        dx = products.compute_dx(parts[0], weights[0].to(x.dtype))
         for part, weight in zip(parts[1:], weights[1:], strict=True):
-            products.add_dx(dx, part, weight)
+            products.add_dx(dx, part, weight.to(x.dtype))
         gradients.insert(0, dx)
     return gradients
 
 
-def _new_gradients(dout: Tensor, x: Tensor, weights: list[Tensor], need_x: bool) -> list[Tensor]:
-    return [dout.new_empty(t.shape) for t in ([x] if need_x else []) + weights]
+def _new_gradients(x: Tensor, weights: list[Tensor], need_x: bool) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in ([x] if need_x else []) + weights]
 
 
 _linears = Op("linears", _multiply_all, fake=_new_out)
@@ -99,6 +121,6 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, list[Tensor]]:
 
 def linears(x: Tensor, weights: list[Tensor]) -> Tensor:
     """Returns x [T, C] times each of several weights [O, C], side by side, [T, sum of O], in the dtype of x or of an
-    enclosing autocast. The weights are not copied into one matrix, neither here nor for the backward pass."""
-    dtype = product_dtype(x)
-    return _linears(x.to(dtype), [weight.to(dtype) for weight in weights])
+    enclosing autocast. The weights may have any dtype, and are not copied into one matrix, neither here nor for the
+    backward pass."""
+    return _linears(x.to(product_dtype(x)), weights)

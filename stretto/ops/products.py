@@ -7,6 +7,7 @@ A linear layer has three products, one forward and two backward, of 2 T O C FLOP
     dweight   dweight = dout^T x                compute_dweight, add_dweight
                                                 compute_gradients: dx and dweight side by side
                                                 compute_some_gradients: those whose factor is given
+    weights   one matrix of several weights     join_rows, and split_rows for its gradient
 
 Shapes: x and dx [T, C], weight and dweight [O, C], bias [O], y and dout [T, O]. Everything else between two products
 is element by element, and is done by the kernels of the other files.
@@ -24,7 +25,7 @@ run one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -96,11 +97,32 @@ def compute_gradients(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     return dx, dweight
 
 
-def compute_some_gradients(
-    dout: Tensor, x: Tensor | None, weight: Tensor | None, both: Callable[..., Any] = compute_gradients
-) -> tuple[Any, Any]:
+def compute_some_gradients(dout: Tensor, x: Tensor | None, weight: Tensor | None) -> tuple[Any, Any]:
     """Returns dx, which needs the weight, and dweight, which needs x; None in place of a gradient whose factor is
-    None. `both` computes the two."""
+    None."""
     if x is None or weight is None:
         return None if weight is None else compute_dx(dout, weight), None if x is None else compute_dweight(dout, x)
-    return both(dout, x, weight)
+    return compute_gradients(dout, x, weight)
+
+
+def join_rows(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns the rows of all parameters in one tensor of this dtype, made by one copy; the parameter itself where
+    there is one only, which has the dtype."""
+    if len(parameters) == 1:
+        return parameters[0].to(dtype)
+    first = parameters[0]
+    # Only with `out` are rows cast while they are copied. A concatenation of cast parameters would need two copies.
+    out = first.new_empty(sum(map(len, parameters)), *first.shape[1:], dtype=dtype)
+    return torch.cat(tuple(parameters), out=out)
+
+
+def split_rows(
+    gradient: Tensor | None, rows: Sequence[int], dtypes: Sequence[torch.dtype], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Returns the gradients, in their dtypes, of parameters that were joined, None for those that are not needed. They
+    are views of the joint gradient where all of it is needed in its own dtype, which keeps no byte too many; otherwise
+    they are copies, so that nothing keeps rows alive that nobody needs."""
+    if gradient is None:
+        return [None] * len(dtypes)
+    some = zip(gradient.split(list(rows)), dtypes, needed, strict=True)
+    return [part.to(dtype, copy=not all(needed)) if need else None for part, dtype, need in some]

@@ -182,9 +182,9 @@ class FusedStack(Stack):
         sharded = any(isinstance(layer.kv.weight, DTensor) for layer in layers)
         if sharded or not layers or any(share.part.memory is not None for share in shares.values()):
             return {}
-        weight = torch.cat([layer.kv.weight for layer in layers])
-        bias = None if layers[0].kv.bias is None else torch.cat([layer.kv.bias for layer in layers])
-        heads = project_heads(memory, weight, bias, [layer.heads for layer in layers for _ in "kv"])
+        weights, biases = ([getattr(layer.kv, name) for layer in layers] for name in ("weight", "bias"))
+        parts = [layer.heads for layer in layers for _ in "kv"]
+        heads = project_heads(memory, weights, None if biases[0] is None else biases, parts)
         return dict(zip(shares, zip(heads[::2], heads[1::2], strict=True), strict=True))
 
 

@@ -17,7 +17,7 @@ import stretto.hf.modules
 from stretto.hf.modules import find_rotary, rotate_both
 from stretto.hf.unpad import Packing
 from stretto.ops.heads import project_heads, rotate_heads
-from tests.hf.families import FLOOR, accelerated, assert_parity, build, draw_batch, learn
+from tests.hf.families import FLOOR, WIDTH, accelerated, assert_parity, build, draw_batch, learn
 
 # Products of queries, keys and values together; of keys and values where queries come from another stack
 TOGETHER = {"bert": [3] * 2, "roberta": [3] * 2, "llama": [3] * 2, "qwen2": [3] * 2, "vit": [3] * 2}
@@ -68,6 +68,18 @@ def test_what_was_rotated_is_not_kept_as_it_was_before() -> None:
     widths = [len(layer.weight) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
     tokens, sizes = draw_batch("llama", None)["input_ids"].numel(), {t.untyped_storage().nbytes() for t in kept}
     assert tokens * sum(widths) * 4 not in sizes and tokens * widths[2] * 4 in sizes
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_weights_are_neither_joined_nor_cast_for_the_backward_pass(family: str) -> None:
+    """Of fp32 weights under autocast attention keeps nothing but the parameters themselves."""
+    model, kept = accelerated(family), list[Tensor]()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        model(**draw_batch(family)).loss.backward()
+    theirs = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    sizes = {t.untyped_storage().nbytes() for t in kept if t.untyped_storage().data_ptr() not in theirs}
+    assert not sizes & {layers * WIDTH**2 * size for layers in (1, 2, 3) for size in (2, 4)}
 
 
 def test_what_our_rotation_does_not_cover_is_theirs() -> None:

@@ -95,6 +95,20 @@ def assert_compiles(function: Function, args: Sequence[Any]) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def kept_bytes(run: Function, given: Sequence[Tensor]) -> int:
+    """The bytes of the storages that autograd keeps for the backward pass of `run`, without those that were given."""
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in given}
+    count = len(kept)
+
+    def keep(t: Tensor) -> Tensor:
+        kept.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        run()
+    return sum(storage.nbytes() for storage in list(kept.values())[count:])
+
+
 def strided(x: Tensor) -> Tensor:
     """The same values with a gap after each row."""
     wide = torch.empty(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype, device=x.device)

@@ -192,7 +192,7 @@ def test_only_needed_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> 
     op = family._linear_cross_entropy
 
     def record(*args: Any) -> Any:
-        asked.append((args[6], [t.numel() for t in op(*args)[1:]]))
+        asked.append((args[7], [t.numel() for t in op(*args)[1:]]))
         return op(*args)
 
     monkeypatch.setattr(family, "_linear_cross_entropy", record)
@@ -253,8 +253,8 @@ def test_ops() -> None:
     assert_op(family._scale_gradient.overload, (z, z.sum(), torch.bfloat16))
     x, weight, bias = (t.requires_grad_() for t in head(5, 7))
     op = family._linear_cross_entropy.overload
-    assert_op(op, (x, weight, bias, labels, 0.1, -100, [True] * 3))
-    assert_op(op, (x, weight.detach(), None, labels, 0.1, -100, [True, False, False]))
+    assert_op(op, (x, weight, bias, labels, 0.1, -100, 0, [True] * 3))
+    assert_op(op, (x, weight.detach(), None, labels, 0.1, -100, 128, [True, False, False]))
 
 
 def test_compiles() -> None:
@@ -288,8 +288,22 @@ def test_all_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
         linear_cross_entropy_ref(x, weight, bias, labels)
     assert plain.largest == 200 * 64 * 4  # the measure sees the logits
     with Sizes() as sizes:
-        family.run_chunks(x, weight, bias, labels, 0.1, -100, [True] * 3)
+        family.run_chunks(x, weight, bias, labels, 0.1, -100, 0, [True] * 3)
     assert sizes.largest == 128 * 64 * 4
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(1, 128), (128, 128), (300, 256), (383, 256), (1001, 512)])
+def test_the_caller_may_say_how_many_rows(chunk: int, rows: int) -> None:
+    """Here 400 of them, spread evenly over as few chunks as it takes; more rows than the limits is a choice too."""
+    assert chunk_rows(400, 64 * 4, chunk) == rows == chunk_rows(400, family.CHUNK_BYTES, chunk)
+    labels, args = draw_labels(400, 61), head(400, 61, 8)
+    with Sizes() as sizes:
+        family.run_chunks(*args, labels, 0.1, -100, chunk, [True] * 3)
+    assert sizes.largest == min(rows, 400) * 64 * 4  # the buffer, whose rows are aligned
+    whole = results(lambda x, w, b: linear_cross_entropy(x, w, b, labels, 0.1), args)
+    parts = results(lambda x, w, b: linear_cross_entropy(x, w, b, labels, 0.1, chunk=chunk), args)
+    for found, expected in zip(parts, whole, strict=True):
+        assert error(found, expected) < 1e-6
 
 
 def test_mistakes_are_named() -> None:
@@ -303,6 +317,8 @@ def test_mistakes_are_named() -> None:
         linear_cross_entropy(x, weight[:, :5], None, labels)
     with pytest.raises(ValueError, match=r"\[0, 1\), not 1\.5"):
         linear_cross_entropy(x, weight, bias, labels, 1.5)
+    with pytest.raises(ValueError, match="more rows, not -1"):
+        linear_cross_entropy(x, weight, bias, labels, chunk=-1)
     with pytest.raises(ValueError, match="one class"):
         linear_cross_entropy(x, weight[:0], None, labels)
 

@@ -23,6 +23,7 @@ from tests.ops.checks import (
     assert_op,
     assert_parity,
     error,
+    kept_bytes,
     poisoned_memory,
     rand,
     results,
@@ -226,8 +227,10 @@ def test_results_repeat_bit_for_bit() -> None:
 
 def test_ops() -> None:
     cos, sin = angles(5, 8)
-    assert_op(family._project.overload, (rand(5, 12), rand(32, 12), rand(32), 8, 3, cos, sin))
-    assert_op(family._project.overload, (rand(12, 5).t(), rand(12, 32).t(), None, 8, 3, None, None))
+    assert_op(family._project.overload, (rand(5, 12), [rand(32, 12)], [rand(32)], 8, 3, cos, sin))
+    assert_op(family._project.overload, (rand(12, 5).t(), [rand(12, 32).t()], [], 8, 3, None, None))
+    several = [rand(16, 12), rand(16, 12).bfloat16()], [rand(16), rand(16)]
+    assert_op(family._project.overload, (rand(5, 12), *several, 8, 3, None, None))
     parts = [rand(2, 5, 8).transpose(0, 1), rand(5, 1, 8), rand(5, 1, 8)]
     assert_op(family._merge.overload, (parts, cos, sin, torch.float32))
     assert_op(family._merge.overload, (parts, None, None, None))
@@ -255,6 +258,94 @@ def test_inductor_compiles_it() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+ROWS = (32, 16, 16)  # of the weights of queries, keys and values
+
+
+def wide_parameters(rotary: bool = False) -> tuple[list[Tensor], Callable[..., Any], Callable[..., Any]]:
+    """x in bf16 with fp32 weights and biases of three layers; the projection that is given the parameters, and the same
+    with parameters that autograd joins and casts, and whose copies it keeps."""
+    turn = angles(7, 8) if rotary else (None, None)
+
+    def given(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        return project_heads(x, parameters[:3], parameters[3:] or None, (4, 2, 2), *turn)
+
+    def joined(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        bias = torch.cat(parameters[3:]) if parameters[3:] else None
+        return project_heads(x, torch.cat(parameters[:3]).to(x.dtype), bias, (4, 2, 2), *turn)
+
+    weights = [rand(rows, 12, seed=i, scale=0.3) * 1.001 for i, rows in enumerate(ROWS)]
+    biases = [rand(rows, seed=5 + i) for i, rows in enumerate(ROWS)]
+    return [rand(7, 12, dtype=torch.bfloat16), *weights, *biases], given, joined
+
+
+@traces_function
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"rotary": True}, {"bias": False}], ids=str)
+def test_weights_of_several_layers(options: dict[str, bool], dtype: torch.dtype) -> None:
+    args, given, joined = wide_parameters(options.get("rotary", False))
+    args = [args[0], *(t.to(dtype) for t in args[1:])][: 7 if options.get("bias", True) else 4]
+    for found, bits in zip(results(given, args), results(joined, args), strict=True):
+        assert found.dtype == bits.dtype and torch.equal(found, bits)
+    assert_compiles(given, args)
+    args = [t.requires_grad_() for t in args]
+    assert kept_bytes(lambda: given(*args), args) == (2 * 7 * 4 * 4 if options.get("rotary") else 0)  # the angles
+    assert kept_bytes(lambda: joined(*args), args) >= sum(ROWS) * 12 * 2
+
+
+def test_one_wide_weight_is_not_kept_as_a_copy() -> None:
+    (x, weight, *_), *_ = wide_parameters()
+    args = [x.requires_grad_(), weight.requires_grad_()]
+    assert kept_bytes(lambda: project_heads(*args, None, (2, 2)), args) == 0
+    assert kept_bytes(lambda: project_heads(x, weight.bfloat16(), None, (2, 2)), args) == weight.numel() * 2
+
+
+@pytest.mark.parametrize("trained", [(0,), (2,), (1, 3, 5), (4,), (0, 6)])
+def test_frozen_layers_among_several(trained: tuple[int, ...]) -> None:
+    """A gradient keeps no rows alive of layers that have none."""
+    args, given, joined = wide_parameters()
+    full = results(joined, args)[3:]
+    leaves = [t.requires_grad_(i in trained) for i, t in enumerate(args)]
+    outputs = given(*leaves)
+    torch.autograd.backward(outputs, [rand(*t.shape, dtype=t.dtype, seed=100 + i) for i, t in enumerate(outputs)])
+    for i, (leaf, gradient) in enumerate(zip(leaves, full, strict=True)):
+        assert (leaf.grad is not None) == (i in trained)
+        if leaf.grad is not None:
+            assert torch.equal(leaf.grad, gradient) and leaf.grad.untyped_storage().nbytes() == leaf.grad.nbytes
+
+
+def test_gradients_of_several_layers_accumulate_and_may_be_changed_in_place() -> None:
+    """They may be views of one matrix: what is done to one does not reach the others."""
+    args, given, joined = wide_parameters()
+    leaves = [t.bfloat16().requires_grad_() for t in args]
+    twice = [2 * gradient for gradient in results(joined, leaves)[3:]]
+    for _ in range(2):
+        outputs = given(*leaves)
+        torch.autograd.backward(outputs, [rand(*t.shape, dtype=t.dtype, seed=100 + i) for i, t in enumerate(outputs)])
+    found = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    found[1].zero_()
+    torch._foreach_mul_(found[2:], 2.0)
+    for gradient, expected, factor in zip(found, twice, (1, 0, *[2] * 5), strict=True):
+        assert torch.equal(gradient, factor * expected)
+
+
+def test_one_layer_given_twice_and_a_layer_that_changes() -> None:
+    (x, weight, *_), *_ = wide_parameters()
+
+    def twice(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return project_heads(x, [weight, weight], None, (4, 4))
+
+    def joined(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return project_heads(x, torch.cat([weight, weight]).to(x.dtype), None, (4, 4))
+
+    for found, bits in zip(results(twice, [x, weight]), results(joined, [x, weight]), strict=True):
+        assert torch.equal(found, bits)
+    q, _ = twice(x.requires_grad_(), weight.requires_grad_())
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        q.sum().backward()
+
+
 def test_shapes_are_checked() -> None:
     x, weight = rand(5, 12), rand(32, 12)
     with pytest.raises(ValueError, match=r"\[5, 11\].* 4 heads"):
@@ -263,6 +354,10 @@ def test_shapes_are_checked() -> None:
         project_heads(x, weight, None, (1, 1, 1))
     with pytest.raises(ValueError, match="bias"):
         project_heads(x, weight, rand(31), (2, 1, 1))
+    with pytest.raises(ValueError, match=r"weights \[\[32, 12\], \[32, 11\]\]"):
+        project_heads(x, [weight, weight[:, 1:]], None, (4, 4))
+    with pytest.raises(ValueError, match=r"biases \[\[32\]\]"):
+        project_heads(x, [weight, weight], [rand(32)], (4, 4))
     with pytest.raises(ValueError, match="cos and sin"):
         project_heads(x, weight, None, (2, 1, 1), *angles(4, 8))
     with pytest.raises(ValueError, match="cos and sin"):

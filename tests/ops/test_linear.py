@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ from torch import Tensor
 from stretto.ops import linear as family
 from stretto.ops import products
 from stretto.ops.linear import linear, linears
-from tests.ops.checks import DEVICE, DTYPES, assert_compiles, assert_op, assert_parity, rand, results, strided
+from tests.ops.checks import (
+    DEVICE,
+    DTYPES,
+    assert_compiles,
+    assert_op,
+    assert_parity,
+    kept_bytes,
+    rand,
+    results,
+    strided,
+)
 
 # poisoned memory comes with torch's deterministic mode, which has a word to say about cuBLAS
 pytestmark = pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled")
@@ -62,7 +73,8 @@ def test_any_strides() -> None:
 
 def test_op_and_compilation() -> None:
     x, weight = arguments()
-    assert_op(family._linear_backward.overload, (rand(7, 40, seed=2), x, weight))
+    for given in ((x, [weight]), (x, []), (None, [weight]), (x, [weight[:16], weight[16:].bfloat16()])):
+        assert_op(family._linear_backward.overload, (rand(7, 40, seed=2), *given))
     assert_compiles(linear, [x, weight])
     assert_compiles(linear, [x, weight, rand(40, seed=3)])
 
@@ -112,3 +124,52 @@ def test_several_products_as_an_op() -> None:
     args = [rand(7, 24), rand(40, 24, seed=1), rand(16, 24, seed=2)]
     assert_op(family._linears.overload, (args[0], args[1:]))
     assert_compiles(side_by_side, args)
+
+
+def wide_arguments() -> list[Tensor]:
+    """x in bf16, and fp32 weights with more bits than bf16 holds."""
+    weights = [rand(rows, 24, seed=i) * 1.001 for i, rows in enumerate((40, 16, 40))]
+    return [rand(7, 24, dtype=torch.bfloat16), *weights]
+
+
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "linear": lambda x, weight, *_: linear(x, weight),
+    "linears": lambda x, *weights: linears(x, list(weights)),
+}
+
+
+def cast_before(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The product with weights that autograd casts, and whose copies it keeps: the same bits for more bytes."""
+    return lambda x, *weights: product(x, *(weight.to(x.dtype) for weight in weights))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_wide_weight_is_cast_twice_and_its_copy_is_not_kept(name: str) -> None:
+    product, args = PRODUCTS[name], wide_arguments()
+    for found, bits in zip(results(product, args), results(cast_before(product), args), strict=True):
+        assert found.dtype == bits.dtype and torch.equal(found, bits)
+    args = [t.requires_grad_() for t in args]
+    assert kept_bytes(lambda: product(*args), args) == 0 < kept_bytes(lambda: cast_before(product)(*args), args)
+    assert_compiles(product, args)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_wide_weight_may_be_used_twice(name: str) -> None:
+    x, weight, *_ = wide_arguments()
+
+    def twice(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, weight: product(product(x, weight, weight)[:, :24], weight, weight)
+
+    args, product = [x, weight], PRODUCTS[name]
+    for found, bits in zip(results(twice(product), args), results(twice(cast_before(product)), args), strict=True):
+        torch.testing.assert_close(found, bits, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_weight_that_changes_before_the_backward_pass_is_noticed(name: str) -> None:
+    x, weight, *others = [t.requires_grad_() for t in wide_arguments()]
+    out = PRODUCTS[name](x, weight, *others)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
