@@ -219,6 +219,12 @@ class FusedConfig:
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW
     recompute: bool = False  # activate the MLP's inner values again in the backward pass instead of keeping them
 
+    def find_weights(self, gpu: bool, precision: str) -> Literal["fp32", "split", "bf16"]:
+        """How weights are kept, with auto resolved."""
+        if self.weights != "auto":
+            return self.weights
+        return "split" if gpu and precision == "bf16" else "fp32"
+
 
 @dataclass(frozen=True)
 class LayerDropConfig:
@@ -267,6 +273,12 @@ class TechniquesConfig:
     standardize: StandardizeConfig | None = None
     fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
     layer_drop: LayerDropConfig | None = None
+
+    def find_kernels(self, gpu: bool) -> FusedConfig | None:
+        """The options of our own kernels, with auto resolved; None: they are off."""
+        if self.fused != "auto":
+            return self.fused
+        return FusedConfig() if gpu else None
 
 
 @dataclass(frozen=True)
@@ -344,6 +356,8 @@ class Config:
             "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
         )
 
+
+KERNELS = "techniques.fused"  # the key that switches our own kernels on
 
 _GPT2 = {"kind": "decoder", "vocab": 50257, "max_len": 1024}
 _LLAMA = {
