@@ -243,6 +243,12 @@ class LeanConfig:
             " memory, such as '80%', or 'batch'",
         )
 
+    def find_weights(self, gpu: bool, precision: str) -> Literal["fp32", "split", "bf16"]:
+        """How weights are kept, with auto resolved."""
+        if self.weights != "auto":
+            return self.weights
+        return "split" if gpu and precision == "bf16" else "fp32"
+
 
 @dataclass(frozen=True)
 class LayerDropConfig:
@@ -292,6 +298,12 @@ class TechniquesConfig:
     fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
     lean: LeanConfig | None = None
     layer_drop: LayerDropConfig | None = None
+
+    def find_kernels(self, gpu: bool) -> FusedConfig | None:
+        """The options of our own kernels, with auto resolved; None: they are off."""
+        if self.fused != "auto":
+            return self.fused
+        return FusedConfig() if gpu else None
 
 
 @dataclass(frozen=True)
@@ -369,6 +381,8 @@ class Config:
             "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
         )
 
+
+KERNELS = "techniques.fused"  # the key that switches our own kernels on
 
 _GPT2 = {"kind": "decoder", "vocab": 50257, "max_len": 1024}
 _LLAMA = {

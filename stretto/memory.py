@@ -158,24 +158,27 @@ def block_bytes(
         "outputs of norms": norms * width * element,
         "queries, keys, values": (heads + repeated) * element,
         "attention outputs": attentions * width * element,
-        "MLP products": up * element if keep.mlp == "product" or (keep.mlp == "activation" and not relu) else 0,
-        "MLP activations": inner * element if keep.mlp == "activation" else 0,
+        "MLP products": up * element if keep.mlp != "input" and not relu else 0,
+        "MLP activations": inner * element if keep.mlp == "activation" or (keep.mlp == "product" and relu) else 0,
         "statistics": FP32 * (norms * numbers + attentions * cfg.heads),
         "words of attention dropout": attentions * words,
     }
 
 
-def work_bytes(cfg: ModelConfig, keep: Keep = EVERYTHING, element: int = 2) -> int:
+def work_bytes(
+    cfg: ModelConfig, keep: Keep = EVERYTHING, element: int = 2, cross: bool = False, attention: Attention = "dense"
+) -> int:
     """Estimates the bytes for each token that the backward pass of one block needs besides what is kept. Beside the
     gradients of the residual stream, of a branch and of its input there are, at the worse of two times: the gradient of
     the MLP's inner values, which overwrites that of the activation unless a gate makes it wider, and what of these
     values is computed again; or gradients of queries, keys and values, as they are found and side by side, and these
     three again."""
     width, kv, (up, inner) = cfg.width, kv_width(cfg), mlp_widths(cfg)
-    mlp = inner + (up if up > inner else 0) + {"activation": 0, "product": inner, "input": up + inner}[keep.mlp]
-    attention = (width + 2 * kv) * (3 if keep.qkv == "input" else 2)
-    again = sum(block_bytes(cfg, EVERYTHING, element).values()) if keep.block == "input" else 0
-    return (max(mlp, attention) + (3 if cfg.dropout else 2) * width) * element + again
+    made = 0 if cfg.activation == "relu" else inner
+    mlp = inner + (up if up > inner else 0) + {"activation": 0, "product": made, "input": up + made}[keep.mlp]
+    heads = (width + 2 * kv) * (3 if keep.qkv == "input" else 2)
+    again = sum(block_bytes(cfg, EVERYTHING, element, cross, attention).values()) if keep.block == "input" else 0
+    return (max(mlp, heads) + (3 if cfg.dropout else 2) * width) * element + again
 
 
 def chunk_rows(tokens: int, row_bytes: int) -> int:
@@ -255,8 +258,6 @@ def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way
         found["copies of weights"] += matrices * way.element if way.copies and keep.block == "inside" else 0
         if cfg.dropout or cfg.activation_dropout:
             found["keys of dropout"] += BLOCK_KEYS * KEY
-        elif cfg.attention_dropout and load.attention == "own":
-            found["keys of dropout"] += KEY * (2 if cross else 1)
         kept.append(dict(found))
     return kept
 
@@ -309,7 +310,7 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
     for (stack, cross), keep, found in reversed(list(zip(blocks, keeps, kept, strict=True))):
         tokens = load.count_tokens(cfg, stack)
         now += sum(count_block_parameters(cfg, cross)) * each
-        during.append(now + tokens * work_bytes(cfg, keep, way.element))
+        during.append(now + tokens * work_bytes(cfg, keep, way.element, cross, load.attention))
         now -= sum(found.values())
     times = {
         "forward pass of the head": everything + head.kept + head.forward,

@@ -88,16 +88,12 @@ class Fused(Technique):
     cfg: FusedConfig
 
     def __init__(self, cfg: FusedConfig, context: Context) -> None:
-        halves = context.device.type == "cuda" and context.precision == "bf16"
-        weights = ("split" if halves else "fp32") if cfg.weights == "auto" else cfg.weights
+        weights = cfg.find_weights(context.device.type == "cuda", context.precision)
         super().__init__(replace(cfg, weights=weights), context)
 
     @classmethod
     def find_options(cls, config: Config, device: torch.device) -> FusedConfig | None:
-        options = config.techniques.fused
-        if options != "auto":
-            return options
-        return FusedConfig() if device.type == "cuda" and triton is not None else None
+        return config.techniques.find_kernels(device.type == "cuda" and triton is not None)
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
