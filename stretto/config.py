@@ -222,6 +222,12 @@ class FusedConfig:
     weights: Literal["auto", "fp32", "split", "bf16"] = "auto"
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW
 
+    def find_weights(self, gpu: bool, precision: str) -> Literal["fp32", "split", "bf16"]:
+        """How weights are kept, with auto resolved."""
+        if self.weights != "auto":
+            return self.weights
+        return "split" if gpu and precision == "bf16" else "fp32"
+
 
 @dataclass(frozen=True)
 class LeanConfig:
@@ -242,12 +248,6 @@ class LeanConfig:
             f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', or a share of the GPU's"
             " memory, such as '80%', or 'batch'",
         )
-
-    def find_weights(self, gpu: bool, precision: str) -> Literal["fp32", "split", "bf16"]:
-        """How weights are kept, with auto resolved."""
-        if self.weights != "auto":
-            return self.weights
-        return "split" if gpu and precision == "bf16" else "fp32"
 
 
 @dataclass(frozen=True)
@@ -304,6 +304,10 @@ class TechniquesConfig:
         if self.fused != "auto":
             return self.fused
         return FusedConfig() if gpu else None
+
+    def find_keeping(self) -> LeanConfig | None:
+        """The options of what is kept for the backward pass; None: all that kernels need."""
+        return self.lean
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def head_bytes(cfg: ModelConfig, load: Load, way: Way) -> Head:
     forward = load.tokens * width * e + (table * e if way.copies else 0)
     if cfg.kind == "encoder":  # BERT's head has one more layer, with a norm
         norm = FP32 * (1 if cfg.norm == "rmsnorm" else 2)
-        kept += rows * (3 * width * e + norm) + (width * width * e if way.copies else 0)
+        kept += rows * (3 * width * e + norm)
     if cfg.kind == "encoder" or cfg.head_bias:
         kept += FP32 * cfg.vocab
     stride = -(-cfg.vocab // 64) * 64
@@ -250,12 +250,8 @@ def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way
         tokens = load.count_tokens(cfg, stack)
         per_token = block_bytes(cfg, keep, way.element, cross, load.attention)
         found = Counter({role: size * tokens for role, size in per_token.items()})
-        matrices = count_block_parameters(cfg, cross)[0]
-        if cross:  # made by one product for all blocks, of weights that are copied side by side
+        if cross:  # made by one product for all blocks
             found["queries, keys, values"] += 2 * cfg.width * load.source * way.element
-            found["copies of weights"] += 2 * cfg.width**2 * way.element
-            matrices -= 2 * cfg.width**2
-        found["copies of weights"] += matrices * way.element if way.copies and keep.block == "inside" else 0
         if cfg.dropout or cfg.activation_dropout:
             found["keys of dropout"] += BLOCK_KEYS * KEY
         kept.append(dict(found))

@@ -6,17 +6,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
 import stretto.attention
 from stretto import cli, memory, plan
 from stretto.batch import Batch, Sequences, dense_layout
-from stretto.config import PRESETS, FusedConfig, ModelConfig, OptimConfig, build_config, build_model_config
+from stretto.config import PRESETS, FusedConfig, LeanConfig, ModelConfig, OptimConfig, build_config, build_model_config
 from stretto.memory import Keep, Load, Way, count_parameters, kept_by_blocks, list_blocks, predict
 from stretto.model import build_model
 from stretto.ops import cross_entropy
@@ -39,13 +41,20 @@ class Setting:
     """A choice of what to keep, and the options that make blocks keep it."""
 
     keep: Keep
-    options: FusedConfig
+    options: LeanConfig | None = None
+    hooked: bool = False  # blocks have hooks for saved tensors of their own, behind which others see nothing
 
 
-SETTINGS = {
-    "everything": Setting(Keep(), FusedConfig(weights="fp32")),
-    "product": Setting(Keep(mlp="product"), FusedConfig(weights="fp32", recompute=True)),
-}
+def list_settings() -> dict[str, Setting]:
+    found = {"everything": Setting(Keep())}
+    for norms, mlp, qkv in product(("input", "output"), ("activation", "product", "input"), ("product", "input")):
+        keep: Any = {"norms": norms, "mlp": mlp, "qkv": qkv}
+        found[f"norms {norms}, mlp {mlp}, qkv {qkv}"] = Setting(Keep(**keep), LeanConfig(**keep), qkv == "input")
+    whole = Setting(Keep("output", block="input"), LeanConfig(blocks=100), hooked=True)
+    return found | {"inputs of blocks": whole}
+
+
+SETTINGS = list_settings()
 DROPS: dict[str, dict[str, Any]] = {
     "no dropout": {},
     "dropout": {"dropout": 0.1},
@@ -78,9 +87,21 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             yield from find_tensors(part)
 
 
-def count_saved(cfg: ModelConfig, options: FusedConfig, precision: str, batch: Batch) -> int:
+def count_left(cfg: ModelConfig, options: LeanConfig | None, precision: str, batch: Batch) -> int:
+    """The bytes that a forward pass has taken from the allocator and not given back."""
+    model = build(cfg, FusedConfig(weights="fp32"), lean=options)
+    with autocast(precision, CPU):
+        model(batch)  # once before: what is made in a first pass alone is not kept for a backward pass
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            loss = model(batch)
+    assert loss.requires_grad
+    results: Any = profiler.profiler
+    return sum(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
+
+
+def count_saved(cfg: ModelConfig, options: LeanConfig | None, precision: str, batch: Batch) -> int:
     """All that autograd keeps of one pass, other than parameters and the batch. Views of one tensor count once."""
-    model = build(cfg, options)
+    model = build(cfg, FusedConfig(weights="fp32"), lean=options)
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *find_tensors(batch))}
     found: dict[int, tuple[int, Tensor]] = {}  # the tensors, too: the memory of one that is gone would be used again
 
@@ -96,18 +117,21 @@ def count_saved(cfg: ModelConfig, options: FusedConfig, precision: str, batch: B
 
 
 def count_difference(cfg: ModelConfig, setting: Setting, precision: str, key: str) -> tuple[int, int]:
-    """What one more layer adds, counted and by the formula."""
+    """What one more layer adds, counted and by the formula. It is counted at the allocator, and at autograd's hooks
+    where these see everything."""
     batch, load = dense_batch(cfg)
     if cfg.attention_dropout:
         load = replace(load, attention="own")
     way = Way(2 if precision == "bf16" else 4, "fp32")
-    counted, predicted = [], []
+    counted, saved, predicted = [], [], []
     for layers in (2, 3):
         sizes: dict[str, Any] = {"layers": 2, key: layers}
         deep = replace(cfg, **sizes)
         keeps = [setting.keep] * len(list_blocks(deep))
-        counted.append(count_saved(deep, setting.options, precision, batch))
+        counted.append(count_left(deep, setting.options, precision, batch))
+        saved.append(0 if setting.hooked else count_saved(deep, setting.options, precision, batch))
         predicted.append(sum(sum(block.values()) for block in kept_by_blocks(deep, load, keeps, way)))
+    assert setting.hooked or saved[1] - saved[0] == counted[1] - counted[0]
     return counted[1] - counted[0], predicted[1] - predicted[0]
 
 
@@ -146,7 +170,7 @@ def test_the_whole_model_keeps_what_the_account_says(name: str, dropout: float, 
     cfg = replace(MODELS[name], dropout=dropout)
     batch, load = dense_batch(cfg)
     account = predict(cfg, load, [Keep()] * len(list_blocks(cfg)), Way(2 if precision == "bf16" else 4, "fp32"))
-    counted = count_saved(cfg, FusedConfig(weights="fp32"), precision, batch)
+    counted = count_saved(cfg, None, precision, batch)
     if cfg.kind == "vit" and dropout:  # on a CPU torch keeps the mask behind the embedding in 4 bytes, on a GPU in 1
         counted -= 3 * load.tokens * cfg.width
     assert counted == sum(account.activations.values()) + account.head.kept
