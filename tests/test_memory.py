@@ -210,7 +210,7 @@ def test_state_is_what_the_optimizer_holds(weights: Any, moments: Any) -> None:
     optimizer = build_adamw(model, OptimConfig(), FusedConfig(weights=weights, moments=moments))
     account = predict(cfg, Load(8, 8), [Keep()] * 2, way)
     state = {"weights": account.weights, "gradients": account.gradients, "moments": account.moments}
-    assert count_state(model, optimizer) == state
+    assert count_state(optimizer) == state
 
 
 def test_the_peak_moves_with_what_there_is_most_of() -> None:
