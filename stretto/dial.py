@@ -76,8 +76,8 @@ def fit(needs: Needs, options: Sequence[Keep], memory: int) -> list[Keep] | None
         return None
     kept_until = [[*accumulate(account.kept, initial=0)] for account in accounts]
     front: list[tuple[int, float, tuple[Keep, ...]]] = [(0, 0.0, ())]  # bytes kept so far, seconds, choices
-    for i, (stack, cross) in enumerate(blocks):
-        tokens = needs.load.count_tokens(cfg, stack)
+    for i, (_, cross) in enumerate(blocks):
+        tokens = needs.load.count_tokens(cross)
         grown = []
         for option, account, until in zip(options, accounts, kept_until, strict=True):
             seconds = tokens * seconds_again(cfg, option, cross, needs.load.longest)

@@ -67,8 +67,9 @@ class Load:
     longest: int = 0  # tokens of the longest sequence; of pairs, of the longest on each side, added up
     attention: Attention = "dense"
 
-    def count_tokens(self, cfg: ModelConfig, stack: str) -> int:
-        return self.source if cfg.kind == "encoder-decoder" and stack == "encoder" else self.tokens
+    def count_tokens(self, cross: bool) -> int:
+        """The tokens of a block with cross attention, or of one without."""
+        return self.source if self.source and not cross else self.tokens
 
 
 @dataclass(frozen=True)
@@ -246,8 +247,8 @@ def outside_bytes(cfg: ModelConfig, load: Load, way: Way) -> dict[str, int]:
 def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> list[dict[str, int]]:
     """Returns what each block keeps, by role, in the order of the forward pass."""
     kept = []
-    for (stack, cross), keep in zip(list_blocks(cfg), keeps, strict=True):
-        tokens = load.count_tokens(cfg, stack)
+    for (_, cross), keep in zip(list_blocks(cfg), keeps, strict=True):
+        tokens = load.count_tokens(cross)
         per_token = block_bytes(cfg, keep, way.element, cross, load.attention)
         found = Counter({role: size * tokens for role, size in per_token.items()})
         if cross:  # made by one product for all blocks
@@ -294,25 +295,26 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
 
     Gradients come into being block by block while the kept tensors go, so state and activations are never there as a
     whole unless several micro-batches share an update."""
-    parts, blocks, kept = count_parameters(cfg), list_blocks(cfg), kept_by_blocks(cfg, load, keeps, way)
+    parts, kept = count_parameters(cfg), kept_by_blocks(cfg, load, keeps, way)
     size, head = sum(parts.values()), head_bytes(cfg, load, way)
     outside, each = outside_bytes(cfg, load, way), GRADIENT_BYTES[way.weights]
     weights, moments, gradients = size * WEIGHT_BYTES[way.weights], size * MOMENT_BYTES[way.moments], size * each
-    held = weights + moments + (gradients if way.micro_batches > 1 else 0)
+    stay = way.micro_batches > 1  # what a backward pass makes is added to them at once, but for tables with two uses
+    held = weights + moments + (gradients if stay else 0)
     everything = held + sum(outside.values()) + sum(sum(found.values()) for found in kept)
     stream, table = load.tokens * cfg.width * way.element, cfg.vocab * cfg.width * each
     now = everything + (parts["head"] * each if cfg.classes or not cfg.tied else table)
     during = []
-    for (stack, cross), keep, found in reversed(list(zip(blocks, keeps, kept, strict=True))):
-        tokens = load.count_tokens(cfg, stack)
-        now += sum(count_block_parameters(cfg, cross)) * each
-        during.append(now + tokens * work_bytes(cfg, keep, way.element, cross, load.attention))
-        now -= sum(found.values())
+    for (_, cross), keep, found in reversed(list(zip(list_blocks(cfg), keeps, kept, strict=True))):
+        tokens = load.count_tokens(cross)
+        own = sum(count_block_parameters(cfg, cross)) * each
+        during.append(now + own + tokens * work_bytes(cfg, keep, way.element, cross, load.attention))
+        now += (0 if stay else own) - sum(found.values())
     times = {
         "forward pass of the head": everything + head.kept + head.forward,
         "backward pass of the head": everything + head.kept + head.backward,
         "backward pass of a block": max(during),
-        "end of the backward pass": held + gradients + table + stream,
+        "end of the backward pass": weights + gradients + moments + table * (2 if stay and cfg.tied else 1) + stream,
         "update": weights + gradients + moments,
     }
     activations = Counter(outside)

@@ -28,7 +28,6 @@ from rich.measure import Measurement
 from rich.progress import Progress, ProgressColumn, Task
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
-from torch import nn
 
 from stretto.config import Config
 from stretto.files import open_in_place, replacing
@@ -155,12 +154,12 @@ class Report:
         self.event(step=step, **scores)
         self.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
 
-    def memory_line(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, rt: Runtime) -> None:
+    def memory_line(self, config: Config, optimizer: torch.optim.Optimizer, rt: Runtime) -> None:
         """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch."""
 
         def compare() -> None:
             predicted = predict_for(config, rt.device.type == "cuda") if rt.world == 1 else {}
-            measured = count_state(model, optimizer) | count_gpu_memory(rt.device)
+            measured = count_state(optimizer) | count_gpu_memory(rt.device)
             self.event(memory={"measured": measured, "predicted": predicted})
 
         self.attempt("the account of memory", compare)
