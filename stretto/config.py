@@ -245,7 +245,7 @@ class LeanConfig:
         _require_not_negative("techniques.lean", self, "blocks")
         _require(
             not self.memory or _MEMORY.fullmatch(self.memory) is not None,
-            f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', or a share of the GPU's"
+            f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', a share of the GPU's"
             " memory, such as '80%', or 'batch'",
         )
 
@@ -386,7 +386,7 @@ class Config:
         )
 
 
-KERNELS = "techniques.fused"  # the key that switches our own kernels on
+KERNELS, KEEPING = "techniques.fused", "techniques.lean"  # keys: our own kernels, and what is kept for their backward
 
 _GPT2 = {"kind": "decoder", "vocab": 50257, "max_len": 1024}
 _LLAMA = {

@@ -80,6 +80,8 @@ class Way:
     weights: Literal["fp32", "split", "bf16"] = "split"
     moments: Literal["fp32", "bf16"] = "fp32"
     micro_batches: int = 1  # beyond one, gradients are there when a forward pass begins
+    chunk: int = 0  # most rows of logits at a time; 0: as many as the kernel of the loss takes by itself
+    shards: int = 1  # processes that weights, gradients and moments are split over
 
     @property
     def copies(self) -> bool:
@@ -182,9 +184,9 @@ def work_bytes(
     return (max(mlp, heads) + (3 if cfg.dropout else 2) * width) * element + again
 
 
-def chunk_rows(tokens: int, row_bytes: int) -> int:
+def chunk_rows(tokens: int, row_bytes: int, chunk: int = 0) -> int:
     """Returns the rows of logits that exist at a time, as the kernel of the loss does."""
-    most = max(min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // 128 * 128, 128)
+    most = max((chunk or min(CHUNK_BYTES // row_bytes, CHUNK_ROWS)) // 128 * 128, 128)
     each = -(-tokens // max(-(-tokens // most), 1))
     return max(-(-each // 128), 1) * 128
 
@@ -216,7 +218,7 @@ def head_bytes(cfg: ModelConfig, load: Load, way: Way) -> Head:
     if cfg.kind == "encoder" or cfg.head_bias:
         kept += FP32 * cfg.vocab
     stride = -(-cfg.vocab // 64) * 64
-    forward += min(chunk_rows(rows, stride * e), rows) * stride * e
+    forward += min(chunk_rows(rows, stride * e, way.chunk), rows) * stride * e
     return Head(kept, forward, rows * width * e + table * GRADIENT_BYTES[way.weights])
 
 
@@ -282,6 +284,14 @@ class Account:
         return max(self.times, key=self.times.__getitem__)
 
 
+def gathered_bytes(cfg: ModelConfig, way: Way) -> int:
+    """Returns what a process gathers of weights that are split: those of a block, those of the next one, and those
+    outside of blocks."""
+    blocks = {cross: sum(count_block_parameters(cfg, cross)) for _, cross in list_blocks(cfg)}
+    outside = sum(size for part, size in count_parameters(cfg).items() if not part.endswith("blocks"))
+    return (2 * max(blocks.values()) + outside) * way.element if way.shards > 1 else 0
+
+
 def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Account:
     """Computes the account of a step. Its peak is at one of five times:
 
@@ -296,11 +306,11 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
     Gradients come into being block by block while the kept tensors go, so state and activations are never there as a
     whole unless several micro-batches share an update."""
     parts, kept = count_parameters(cfg), kept_by_blocks(cfg, load, keeps, way)
-    size, head = sum(parts.values()), head_bytes(cfg, load, way)
+    size, head = -(-sum(parts.values()) // way.shards), head_bytes(cfg, load, way)
     outside, each = outside_bytes(cfg, load, way), GRADIENT_BYTES[way.weights]
     weights, moments, gradients = size * WEIGHT_BYTES[way.weights], size * MOMENT_BYTES[way.moments], size * each
     stay = way.micro_batches > 1  # what a backward pass makes is added to them at once, but for tables with two uses
-    held = weights + moments + (gradients if stay else 0)
+    held = weights + moments + (gradients if stay else 0) + gathered_bytes(cfg, way)
     everything = held + sum(outside.values()) + sum(sum(found.values()) for found in kept)
     stream, table = load.tokens * cfg.width * way.element, cfg.vocab * cfg.width * each
     now = everything + (parts["head"] * each if cfg.classes or not cfg.tied else table)

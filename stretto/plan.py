@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
-from stretto.config import KERNELS, Config
+from stretto.config import KEEPING, KERNELS, Config
+from stretto.dial import Choice, Needs, decide, follow, read_options
 from stretto.errors import ConfigError
-from stretto.memory import Account, Attention, Keep, Load, Way, list_blocks, predict
+from stretto.memory import Account, Attention, Keep, Load, Way
 
 BYTES_VOCAB, CLASSES = 320, 1000  # of the tokenizer "bytes", rounded up as a run does; and where nobody says
 LONG, SHORT, SHORT_WIDE = 1024, 128, 64  # tokens between which kernels change (stretto/attention.py)
@@ -26,11 +28,22 @@ LADDER = {
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def find_keeps(config: Config) -> list[Keep]:
-    """What each block keeps, in the order of the forward pass."""
-    kernels = config.techniques.find_kernels(uses_gpu(config))
-    keep = Keep(mlp="product") if kernels is not None and kernels.recompute else Keep()
-    return [keep] * len(list_blocks(config.model))
+def find_needs(config: Config, size: int = 0, parts: int = 1, shards: int = 1) -> Needs:
+    """What decides over the bytes of a step in one process. A micro-batch holds `size`, or what the recipe says; the
+    process has one of `parts` of it, and weights are split over `shards`."""
+    load = find_load(config, -(-(size or find_size(config)[1]) // parts))
+    split = prod(config.parallel.axes().values())
+    load = replace(load, tokens=-(-load.tokens // split), labels=-(-load.labels // split))
+    return Needs(config.model, load, replace(find_way(config), shards=shards))
+
+
+def find_choice(config: Config, needs: Needs, card: int = 0) -> Choice:
+    """What blocks keep by the recipe, on a GPU with so many bytes."""
+    section = config.techniques.find_keeping()
+    try:
+        return decide(needs, read_options(section, card), config.data.layout == "padded")
+    except ValueError as error:
+        raise ConfigError(f"{KEEPING}: {error}") from error
 
 
 def uses_gpu(config: Config) -> bool:
@@ -98,20 +111,18 @@ def find_size(config: Config) -> tuple[str, int]:
     return key, getattr(config.data, key)
 
 
-def predict_run(config: Config, size: int | None = None, keeps: list[Keep] | None = None) -> Account:
-    """The account of a step of this run in one process."""
-    load = find_load(config, find_size(config)[1] if size is None else size)
-    return predict(config.model, load, find_keeps(config) if keeps is None else keeps, find_way(config))
-
-
-def find_largest(config: Config, keeps: list[Keep], limit: int) -> int:
+def find_largest(config: Config, choice: Choice, limit: int) -> int:
     """The largest micro-batch whose peak is within the limit; 0: none is."""
+
+    def fits(size: int) -> bool:
+        return find_needs(config, size).predict(choice).peak <= limit
+
     low, high = 0, 1
-    while predict_run(config, high, keeps).peak <= limit:
+    while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if predict_run(config, middle, keeps).peak <= limit else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
@@ -130,11 +141,17 @@ def list_parts(account: Account) -> dict[str, int]:
     return state | kept | {"kept: head": account.head.kept, "head, forward pass": account.head.forward}
 
 
-def predict_for(config: Config, gpu: bool) -> dict[str, int]:
-    """The account of a run on a GPU or a CPU, for its report: of weights and optimizer alone where blocks are plain
-    ones, since what these keep is not known."""
-    config = replace(config, run=replace(config.run, device="cuda" if gpu else "cpu"))
-    account = predict_run(config)
+def for_device(config: Config, gpu: bool) -> Config:
+    """The recipe for a run whose device is known."""
+    return replace(config, run=replace(config.run, device="cuda" if gpu else "cpu"))
+
+
+def predict_for(config: Config, card: int) -> dict[str, int]:
+    """The account of a run on a GPU with so many bytes, or on a CPU, for its report: of weights and optimizer alone
+    where blocks are plain ones, since what these keep is not known."""
+    config = for_device(config, card > 0)
+    needs = find_needs(config)
+    account = needs.predict(find_choice(config, needs, card))
     parts = list_parts(account) | {"peak": account.peak}
     if config.techniques.find_kernels(uses_gpu(config)) is None:
         return {name: parts[name] for name in ("weights", "gradients", "moments")}
@@ -146,11 +163,11 @@ def explain_memory(config: Config, limit: int = 0) -> Iterator[str]:
     config, notes = complete_sizes(config)
     if config.techniques.find_kernels(uses_gpu(config)) is None:
         raise ConfigError(f"{KERNELS} is off, and only what its blocks keep is known: set {KERNELS}=true")
-    if config.parallel.data != "replicate" or max(config.parallel.axes().values()) > 1:
-        notes.append(
-            "this is the account of one process with all weights and a whole micro-batch: [parallel] is left out"
-        )
-    (key, size), account, way = find_size(config), predict_run(config), find_way(config)
+    if config.parallel.data != "replicate":
+        notes.append("this is the account of a process that has all weights: parallel.data is left out")
+    (key, size), needs, way = find_size(config), find_needs(config), find_way(config)
+    choice = find_choice(config, needs, limit)
+    account = needs.predict(choice)
     kinds = f"weights {way.weights}, moments {way.moments}, {8 * way.element}-bit activations"
     yield f"{config.model.kind}, data.{key} = {size:,}: {kinds}"
     yield from (*notes, "")
@@ -160,9 +177,9 @@ def explain_memory(config: Config, limit: int = 0) -> Iterator[str]:
     yield ""
     title = f"largest data.{key} in {limit / 2**30:.1f} GiB" if limit else ""
     yield f"{'what blocks keep':38}{'kept':>9}    {'peak':>9}      {title}".rstrip()
-    every = len(list_blocks(config.model))
-    choices = {"as the recipe says": find_keeps(config)} | {name: [keep] * every for name, keep in LADDER.items()}
-    for name, keeps in choices.items():
-        one, largest = predict_run(config, keeps=keeps), f"{find_largest(config, keeps, limit):>10,}" if limit else ""
-        kept = sum(one.activations.values())
-        yield f"{name:38}{kept / 2**30:>9.2f} GiB{one.peak / 2**30:>9.2f} GiB  {largest}".rstrip()
+    ladder = {name: follow(config.model, keep) for name, keep in LADDER.items()}
+    for name, one in ({"as the recipe says": choice} | ladder).items():
+        there = needs.predict(one)
+        largest = f"{find_largest(config, one, limit):>10,}" if limit else ""
+        kept = sum(there.activations.values())
+        yield f"{name:38}{kept / 2**30:>9.2f} GiB{there.peak / 2**30:>9.2f} GiB  {largest}".rstrip()

@@ -33,7 +33,7 @@ from stretto.config import Config
 from stretto.files import open_in_place, replacing
 from stretto.optim import count_state
 from stretto.plan import predict_for
-from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, tell
+from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, tell, total_memory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -158,7 +158,7 @@ class Report:
         """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch."""
 
         def compare() -> None:
-            predicted = predict_for(config, rt.device.type == "cuda") if rt.world == 1 else {}
+            predicted = predict_for(config, total_memory(rt.device)) if rt.world == 1 else {}
             measured = count_state(optimizer) | count_gpu_memory(rt.device)
             self.event(memory={"measured": measured, "predicted": predicted})
 

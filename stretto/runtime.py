@@ -264,6 +264,11 @@ def memory_gib(device: torch.device) -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
+def total_memory(device: torch.device) -> int:
+    """Returns the bytes of a GPU; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def count_gpu_memory(device: torch.device) -> dict[str, int]:
     """Returns the bytes of tensors at the peak, those that the allocator has taken for them, and how many of these it
     keeps for recorded graphs; nothing on a CPU."""

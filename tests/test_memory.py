@@ -297,10 +297,11 @@ def test_a_plan_of_every_recipe(recipe: str) -> None:
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     limit, tree = 2 * 2**30, {"preset": "gpt2-small", "max_len": 64}
     config = build_config({"model": tree, "data": {"seq_len": 64}, "run": {"device": "cuda"}})
-    keeps = plan.find_keeps(config)
-    largest = plan.find_largest(config, keeps, limit)
-    assert plan.predict_run(config, largest, keeps).peak <= limit < plan.predict_run(config, largest + 1, keeps).peak
-    assert plan.find_largest(config, keeps, 2**20) == 0
+    choice = plan.find_choice(config, plan.find_needs(config))
+    largest = plan.find_largest(config, choice, limit)
+    peaks = [plan.find_needs(config, size).predict(choice).peak for size in (largest, largest + 1)]
+    assert peaks[0] <= limit < peaks[1]
+    assert plan.find_largest(config, choice, 2**20) == 0
 
 
 @pytest.mark.parametrize(
@@ -319,14 +320,19 @@ def test_errors_of_a_plan_name_the_key(arguments: list[str], code: int, words: s
 
 
 def test_a_plan_says_what_it_leaves_out() -> None:
-    assert "[parallel] is left out" in invoke("demo", "--memory", "--set", "parallel.data=shard")[1]
-    assert "[parallel]" not in invoke("demo", "--memory")[1]
+    assert "parallel.data is left out" in invoke("demo", "--memory", "--set", "parallel.data=shard")[1]
+    assert "parallel" not in invoke("demo", "--memory")[1]
 
 
 def test_a_plan_reads_the_recipe() -> None:
-    tree = {"run": {"device": "cuda"}, "data": {"seq_len": 64}, "techniques": {"fused": {"recompute": True}}}
+    tree = {"run": {"device": "cuda"}, "data": {"seq_len": 64}, "techniques": {"lean": {"blocks": 1}}}
     config = build_config(tree)
-    assert plan.find_keeps(config) == [Keep(mlp="product")] * 4
+    needs = plan.find_needs(config)
+    assert needs == plan.find_needs(config, config.data.batch_size) != plan.find_needs(config, parts=2)
+    keeps = plan.find_choice(config, needs).keeps
+    assert keeps == (Keep("output", block="input"), *[Keep("output", "product")] * 3)
+    two = build_config(tree | {"parallel": {"sequence": 2}})
+    assert 2 * plan.find_needs(two).load.tokens == needs.load.tokens
     assert plan.find_way(config) == Way(2, "split", "fp32")
     assert plan.find_way(build_config(tree | {"train": {"precision": "fp32"}})) == Way(4, "fp32", "fp32")
     assert plan.find_attention(config, 4096) == "variable" and plan.find_attention(config, 64) == "own"

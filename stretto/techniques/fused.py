@@ -374,13 +374,16 @@ class FusedPatchEmbedding(PatchEmbedding):
 
 
 class FusedLMHead(LMHead):
+    chunk = 0  # most rows of logits at a time; 0: as many as the kernel takes by itself
+
     def loss(self, x: Tensor, embedding: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         if self.transform is not None and self.norm is not None:
             x = linear(x, self.transform.weight)
             x = activate(x, self.transform.bias, self.activation, 0.0, None)
             plain = isinstance(self.norm, nn.Identity | AddingNorm)
             x = self.norm(x) if plain else norm(x, *norm_parts(self.norm))
-        return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
+        weight = embedding if self.weight is None else self.weight
+        return linear_cross_entropy(x, weight, self.bias, labels, smoothing, chunk=self.chunk)
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
