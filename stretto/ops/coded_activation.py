@@ -113,9 +113,10 @@ def find_fit(kind: str, dtype: torch.dtype) -> Fit:
 
 
 def find_blur(kind: str, p: float, dtype: torch.dtype) -> float:
-    """How far y = h (1 - p) may lie from the unrounded y next to the minimum: half a unit in the last place of h."""
+    """How far y = h (1 - p) lies from the exact y next to the minimum: half a unit in the last place of a 16-bit h, and
+    up to 1.5 units where h is as fine as the arithmetic that it comes from."""
     h = torch.tensor(MINIMA[kind].y / (1 - p), dtype=torch.float64)
-    return float(torch.finfo(dtype).eps * 2 ** h.abs().log2().floor() * (1 - p) / 2)
+    return float(torch.finfo(dtype).eps * 2 ** h.abs().log2().floor() * (1 - p) * (0.5 if dtype.itemsize == 2 else 1.5))
 
 
 def activate_coded_ref(
@@ -123,7 +124,7 @@ def activate_coded_ref(
 ) -> tuple[Tensor, Tensor]:
     """Returns h, and codes [T, I] or bits [T, ceil(I / 8)], the first of eight elements in the lowest bit."""
     y = wide(x) if bias is None else wide(x) + bias
-    alive = torch.ones_like(y, dtype=torch.bool) if key is None else keep_ref(key, *y.shape, p)
+    alive = torch.ones_like(y, dtype=torch.bool) if key is None else keep_ref(key, y.shape[0], y.shape[1], p)
     if keep == "code8":
         slope = ACT_BACKWARD[kind](torch.ones_like(y), y)
         code = torch.where(slope.isnan(), NAN, (slope / STEP + ZERO).round())
