@@ -94,13 +94,13 @@ def test_the_minimum(kind: str) -> None:
 @each_code
 @each_kind
 def test_far_tails_are_exact(kind: str, keep: str, dtype: torch.dtype) -> None:
-    """Switched-off units get no gradient, and large values pass it as it is. The kernels' sigmoid stops at exp(-80), and
-    so h is not quite 0."""
+    """Switched-off units get no gradient, and large values pass it as it is. The kernels' sigmoid stops at exp(-80), so
+    that h is not quite 0."""
     right = torch.tensor([40.0, 300.0, 6e4 if dtype == torch.float16 else 1e10], device=DEVICE, dtype=dtype)
     assert slope(right, kind, keep).tolist() == [1.0, 1.0, 1.0]
     left = torch.tensor([-200.0, -300.0, -6e4], device=DEVICE, dtype=dtype)
     found = slope(left, kind, keep).abs()
-    assert float(found.max()) < 1e-29 and (kind != "gelu" or not found.any())
+    assert float(found.max()) < 1e-28 and (kind != "gelu" or not found.any())
     zero = torch.tensor([0.0, -0.0], device=DEVICE, dtype=dtype)
     torch.testing.assert_close(slope(zero, kind, keep).tolist(), [0.5, 0.5], rtol=0, atol=4e-4)
 
