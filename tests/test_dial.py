@@ -11,7 +11,17 @@ import pytest
 from stretto import dial, memory, plan
 from stretto.config import Config, build_config
 from stretto.dial import (
-    CHUNKS, Choice, Needs, Options, choose, decide, fit, follow, list_options, read_options, seconds_again,
+    CHUNKS,
+    Choice,
+    Needs,
+    Options,
+    choose,
+    decide,
+    fit,
+    follow,
+    list_options,
+    read_options,
+    seconds_again,
 )  # fmt: skip
 from stretto.errors import ConfigError
 from stretto.memory import Keep, list_blocks
@@ -98,7 +108,7 @@ def test_memory_that_cannot_be_met_is_an_answer() -> None:
     config = make(techniques={"lean": {"memory": "1GiB"}})
     with pytest.raises(ConfigError, match=r"techniques\.lean: 1\.00 GiB cannot be met: .* about .* GiB, at the"):
         plan.find_choice(config, plan.find_needs(config))
-    with pytest.raises(ConfigError, match="techniques.lean.memory = 'much' must be a number of GiB"):
+    with pytest.raises(ConfigError, match=r"techniques\.lean\.memory = 'much' must be a number of GiB"):
         make(techniques={"lean": {"memory": "much"}})
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from stretto.config import LeanConfig
+from stretto.config import KERNELS, LeanConfig
 from stretto.dial import Choice, decide, find_problem, follow, read_options
 from stretto.errors import ConfigError
 from stretto.memory import Keep
@@ -58,7 +58,7 @@ class Lean(Technique):
             way = "use gradient_checkpointing_enable() to compute layers of a Hugging Face model again"
             return [f"{', '.join(again)}: for Stretto's own models; {way}"] if again else []
         if not any(other.keeps_as_told for other in others):
-            reasons.append("plain modules keep what torch keeps: set techniques.fused to true")
+            reasons.append(f"plain modules keep what torch keeps: set {KERNELS} to true")
         if cfg.memory.endswith("%") and self.context.device.type != "cuda":
             reasons.append(f"memory = {cfg.memory!r} is a share of a GPU's memory, and there is none: name GiB")
         if cfg.blocks and (problem := find_problem(model, self.context.padded)):
