@@ -92,8 +92,8 @@ def seconds_again(cfg: ModelConfig, keep: Keep, cross: bool, longest: int) -> fl
     if keep.block == "input":
         seen = longest / 2 if cfg.kind == "decoder" else longest
         products = 2 * count_block_parameters(cfg, cross)[0] / PRODUCTS
-        # What a block keeps is written once and read about once more while it is computed.
-        moved = 2 * sum(block_bytes(cfg, Keep(), 2, cross).values()) / BYTES
+        # Norms and activation move about as many bytes as a block keeps; those of products are in their rate.
+        moved = sum(block_bytes(cfg, Keep(), 2, cross).values()) / BYTES
         return products + 4 * seen * cfg.width / ATTENTION + moved
     mlp = {"activation": 0.0, "product": 2 * inner / BYTES}.get(keep.mlp, 2 * cfg.width * up / PRODUCTS)
     mlp += 2 * inner / BYTES if keep.mlp == "input" else 0.0

@@ -144,7 +144,9 @@ def list_cases() -> list[tuple[str, str, str]]:
     """Both precisions; where the allocator has to be asked, which takes a fifth of a second, one or the other."""
     return [
         (name, setting, precision)
-        for (i, name), (j, setting), (k, precision) in product(*map(enumerate, (MODELS, SETTINGS, ("fp32", "bf16"))))
+        for (i, name), (j, setting), (k, precision) in product(
+            list(enumerate(MODELS)), list(enumerate(SETTINGS)), list(enumerate(("fp32", "bf16")))
+        )
         if not SETTINGS[setting].hooked or (i + j + k) % 2 == 0
     ]
 
