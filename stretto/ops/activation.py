@@ -18,6 +18,7 @@ rounding at the end, forward and backward (fp64 inputs: fp64 on a CPU).
 Saved for backward: x, bias and the dropout key; relu saves h alone, since h > 0 exactly where an element was positive
 and kept. The backward pass gives dx and, if asked, two things for no further reading: h once more, for a caller that
 did not keep it, with the very bits of the forward pass; and dbias, the column sums of dx before its rounding (sums.py).
+coded_activation.py keeps less than x, with a stated error.
 
 Traffic in bf16: 4 bytes an element of h forward (gated 6), 6 backward (gated 10), 2 more where h is wanted.
 """
@@ -38,6 +39,7 @@ from stretto.ops.sums import launch_sums
 
 GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what a gated kind does to its gate
 KINDS = ("gelu", "gelu_tanh", "relu", "silu", *GATES)
+KEEPS = ("input", "code8", "bit")
 
 
 _ACT: dict[str, Any] = {
@@ -46,7 +48,7 @@ _ACT: dict[str, Any] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-_ACT_BACKWARD: dict[str, Any] = {
+ACT_BACKWARD: dict[str, Any] = {
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
@@ -77,9 +79,9 @@ def activate_backward_ref(
         dy, y = drop_ref(dy, p, key), wide(kept) if bias is None else wide(kept) + bias
         if kind in GATES:
             gate, value = y.chunk(2, dim=1)
-            dx = torch.cat([_ACT_BACKWARD[GATES[kind]](dy * value, gate), dy * _ACT[GATES[kind]](gate)], dim=1)
+            dx = torch.cat([ACT_BACKWARD[GATES[kind]](dy * value, gate), dy * _ACT[GATES[kind]](gate)], dim=1)
         else:
-            dx = _ACT_BACKWARD[kind](dy, y)
+            dx = ACT_BACKWARD[kind](dy, y)
     h = activate_ref(kept, bias, kind, p, key) if want_h else kept.new_empty(0)
     dbias = dx.sum(0).to(_dbias_dtype(kept, bias)) if want_dbias else dx.new_empty(0)
     return dx.to(kept.dtype).contiguous(), h, dbias
@@ -133,7 +135,7 @@ def survives(key_ptr, row, col, P: tl.constexpr):
 
 
 @jit
-def _load_bias(bias_ptr, col, cols, HAS_BIAS: tl.constexpr):
+def load_bias(bias_ptr, col, cols, HAS_BIAS: tl.constexpr):
     return tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
 
 
@@ -148,7 +150,7 @@ def _activate_kernel(
     row_at = row.to(tl.int64)
     inside = (row < rows) & (col < cols)
     x_at = x_ptr + row_at * x_stride + col
-    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32) + _load_bias(bias_ptr, col, cols, HAS_BIAS)
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32) + load_bias(bias_ptr, col, cols, HAS_BIAS)
     if KIND == "relu":
         h = tl.where(x <= 0, 0.0, x)  # NaN passes, as it does in torch
     else:
@@ -156,7 +158,7 @@ def _activate_kernel(
         h = x * s
     if GATED:
         value = tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32)
-        h *= value + _load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
+        h *= value + load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
     if P > 0:
         scale: tl.constexpr = 1 / (1 - P)
         h = tl.where(survives(key_ptr, row, col, P), h * scale, 0.0)
@@ -171,10 +173,10 @@ def _activate_backward_kernel(
 ):  # fmt: skip
     scale: tl.constexpr = 1 / (1 - P)
     col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    bias = _load_bias(bias_ptr, col, cols, HAS_BIAS)
+    bias = load_bias(bias_ptr, col, cols, HAS_BIAS)
     sums = tl.zeros([1, BLOCK_C], tl.float32)
     if GATED:
-        value_bias = _load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
+        value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
         value_sums = tl.zeros([1, BLOCK_C], tl.float32)
     for start in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)[:, None]
@@ -296,15 +298,25 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dbias if want_dbias else None, None, None, None
 
 
-def activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
+def activate(x: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None, keep: str = "input") -> Tensor:
     """Returns dropout(act(x + bias)), [T, I], for x [T, I], or [T, 2I] for a gated kind (gate, then value). `key` [2]
-    is needed where p > 0."""
+    is needed where p > 0. `keep` is what stays for the backward pass: `input` is x; `code8` is a byte for each element
+    and `bit` a bit and h, both without a gate (coded_activation.py has their errors). h is the same in all cases."""
     check_activation(kind, p, key)
+    if keep not in KEEPS:
+        raise ValueError(f"an activation keeps one of {', '.join(KEEPS)}, not {keep!r}")
+    if keep != "input" and kind in GATES:
+        raise ValueError(f"{kind} keeps its input, not {keep}: one output does not determine a gate and a value")
     if x.ndim != 2 or (kind in GATES and x.shape[1] % 2):
         raise ValueError(f"{kind} takes [tokens, {'2 * ' if kind in GATES else ''}width], not {list(x.shape)}")
     if bias is not None and bias.shape != x.shape[1:]:
         raise ValueError(f"the bias of {list(x.shape)} is [{x.shape[1]}], not {list(bias.shape)}")
-    return _activate(x, bias, kind, p, key if p > 0.0 else None)
+    key = key if p > 0.0 else None
+    if keep == "input" or kind == "relu":  # relu keeps h alone in any case
+        return _activate(x, bias, kind, p, key)
+    from stretto.ops.coded_activation import activate_coded  # which is made of functions of this file
+
+    return activate_coded(x, bias, kind, p, key, keep)
 
 
 def check_activation(kind: str, p: float, key: Tensor | None) -> None:

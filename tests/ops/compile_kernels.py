@@ -26,9 +26,10 @@ from triton.runtime.jit import JITFunction
 triton.knobs.runtime.interpret = False
 os.environ["TRITON_INTERPRET"] = "1"  # ops then run kernels on a CPU, which Triton, imported before, does not interpret
 
-from stretto.ops.activation import KINDS
+from stretto.ops.activation import KINDS, activate
 from stretto.ops.affine import AXES, add_affine
 from stretto.ops.attention import attention
+from stretto.ops.coded_activation import MINIMA
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import dropout
 from stretto.ops.embedding import embed
@@ -108,6 +109,9 @@ def call_products() -> list[Tensor]:
         inner = gate if kind in ("swiglu", "geglu") else up
         for p in (0.0, 0.1):
             found.append(mlp(make(T, C), inner, parameter(len(inner)), down, None, kind, p, KEY, "product"))
+    for kind in MINIMA:
+        for keep in ("code8", "bit"):
+            found += [activate(make(T, C), parameter(C), kind, p, KEY, keep) for p in (0.0, 0.1)]
     found.append(activate_linear(make(T, 2 * C), parameter(2 * C), down, "gelu", 0.1, KEY))
     angles = torch.zeros(T, D // 2)
     heads = C // D
