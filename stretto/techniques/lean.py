@@ -55,11 +55,13 @@ class Lean(Technique):
     def check(self, others: Sequence[Technique]) -> list[str]:
         model, cfg, reasons = self.context.model, self.cfg, []
         again = [key for key in ("memory", "qkv", "blocks") if getattr(cfg, key) != getattr(LeanConfig(), key)]
+        if not any(other.keeps_as_told for other in others):
+            reasons.append(f"plain modules keep what torch keeps: set {'techniques.' if model else ''}fused to true")
         if model is None:
             way = "use gradient_checkpointing_enable() to compute layers of a Hugging Face model again"
-            return [f"{', '.join(again)}: for Stretto's own models; {way}"] if again else []
-        if not any(other.keeps_as_told for other in others):
-            reasons.append("plain modules keep what torch keeps: set techniques.fused to true")
+            return [*reasons, f"{', '.join(again)}: for Stretto's own models; {way}"] if again else reasons
+        if cfg.activations != LeanConfig().activations:
+            reasons.append("activations: for Hugging Face's models; in Stretto's own, `mlp` says what an MLP keeps")
         if cfg.memory.endswith("%") and self.context.device.type != "cuda":
             reasons.append(f"memory = {cfg.memory!r} is a share of a GPU's memory, and there is none: name GiB")
         if cfg.blocks and (problem := self._find_problem()):
@@ -107,7 +109,11 @@ class Lean(Technique):
         self._tell_norms({name: model.get_submodule(name) for name in inside})
 
     def attach(self, model: Foreign) -> None:
-        self._tell_norms(model.keep_less(Keep(self.cfg.norms, self.cfg.mlp)))
+        activations = "input" if self.cfg.mlp == "activation" else self.cfg.activations
+        model.keep_less(Keep(self.cfg.norms, self.cfg.mlp), activations, self._watch)
+
+    def _watch(self, norms: Mapping[str, nn.Module]) -> None:
+        self._tell_norms(norms)
         self.look()
 
     def _tell_norms(self, norms: Mapping[str, nn.Module]) -> None:
