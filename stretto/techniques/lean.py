@@ -15,6 +15,9 @@ rounding of y: the gradient of the stream is as exact as before, and that of the
 A channel whose weight is near 0 has lost its input: every LOOK updates the weights are looked at, between two updates,
 and a norm with such a channel keeps its input from then on. Which norms do is part of the state of a run.
 
+In Hugging Face's models the linear layers around an activation may be separate modules: there the activation keeps its
+slope in a byte, or a bit next to its output (`activations`, ops/coded_activation.py), which is not exact to the bit.
+
 `memory` is a dial over all of this. From the bytes that each choice frees and the time that it costs, an exact search
 finds the fastest combination, block by block, whose peak is within the given memory. The times are a rule, products and
 bytes at the rates of one GPU, so that a resumed run and any number of processes choose alike; of what is then chosen,
