@@ -49,6 +49,7 @@ from stretto.bench.worker import explain
 from stretto.config import FusedConfig, OptimConfig, build_config
 from stretto.errors import ConfigError, StrettoError
 from stretto.files import make_folder
+from stretto.memory import Keep
 from stretto.ops.activation import activate
 from stretto.ops.affine import add_affine
 from stretto.ops.cross_entropy import linear_cross_entropy
@@ -174,7 +175,7 @@ def plain_mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: T
 
 def build_mlp(rows: int, width: int, inner: int, kind: str) -> Problem:
     weights = parameter(inner, width), parameter(inner), parameter(width, inner), parameter(width)
-    args = (activations(rows, width), *weights, kind, 0.0, None, "product" if FusedConfig().recompute else "activation")
+    args = (activations(rows, width), *weights, kind, 0.0, None, Keep().mlp)
     return Problem(mlp, plain_mlp, args, products(2 * rows * width * inner), "TF/s")
 
 

@@ -18,6 +18,7 @@ from stretto.model import Model, build_model, sites
 from stretto.optim import build_optimizer, weight_writer
 from stretto.parallel.data import Portion, deal, shard, will_shard
 from stretto.parallel.gradients import choose_gradients
+from stretto.plan import find_needs, for_device
 from stretto.precision import PRECISIONS, resolve_precision
 from stretto.runtime import Runtime
 from stretto.step import Update
@@ -71,6 +72,12 @@ def describe_context(config: Config, rt: Runtime, mesh: Mesh) -> Context:
         micro_batches=config.train.micro_batches,
         seq_len=config.data.seq_len,
         padded=config.data.layout == "padded",
+        compiled=config.train.compile,
+        needs=find_needs(
+            for_device(config, rt.device.type == "cuda"),
+            parts=portion.parts,
+            shards=rt.world if will_shard(config.parallel) else 1,
+        ),
         part=(portion.part,) if portion.parts > 1 else (),
     )
 

@@ -105,6 +105,28 @@ def export(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
+    override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
+    memory: Annotated[bool, typer.Option("--memory", help="the bytes of a training step, by role")] = False,
+    gpu_memory: Annotated[str, typer.Option(help="of a card, such as 16GiB: which batch fits into it")] = "",
+) -> None:
+    """Say what a recipe needs, without running it."""
+    from stretto.config import load_config
+    from stretto.plan import explain_memory, read_bytes
+    from stretto.recipes import find_recipe
+
+    if not memory:
+        raise typer.BadParameter("only memory can be planned yet: add --memory", param_hint="--memory")
+    try:
+        limit = read_bytes(gpu_memory) if gpu_memory else 0
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
+    for line in explain_memory(load_config(find_recipe(recipe), override), limit):
+        typer.echo(line)
+
+
+@app.command()
 def bench(
     workloads: Annotated[list[str] | None, typer.Argument(help="names, or all; without any, they are listed")] = None,
     against: Annotated[

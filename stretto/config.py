@@ -222,6 +222,12 @@ class FusedConfig:
     weights: Literal["auto", "fp32", "split", "bf16"] = "auto"
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW
 
+    def find_weights(self, gpu: bool, precision: str) -> Literal["fp32", "split", "bf16"]:
+        """How weights are kept, with auto resolved."""
+        if self.weights != "auto":
+            return self.weights
+        return "split" if gpu and precision == "bf16" else "fp32"
+
 
 @dataclass(frozen=True)
 class LeanConfig:
@@ -244,7 +250,7 @@ class LeanConfig:
         _require_not_negative("techniques.lean", self, "blocks")
         _require(
             not self.memory or _MEMORY.fullmatch(self.memory) is not None,
-            f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', or a share of the GPU's"
+            f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', a share of the GPU's"
             " memory, such as '80%', or 'batch'",
         )
 
@@ -297,6 +303,16 @@ class TechniquesConfig:
     fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
     lean: LeanConfig | None = None
     layer_drop: LayerDropConfig | None = None
+
+    def find_kernels(self, gpu: bool) -> FusedConfig | None:
+        """The options of our own kernels, with auto resolved; None: they are off."""
+        if self.fused != "auto":
+            return self.fused
+        return FusedConfig() if gpu else None
+
+    def find_keeping(self) -> LeanConfig | None:
+        """The options of what is kept for the backward pass; None: all that kernels need."""
+        return self.lean
 
 
 @dataclass(frozen=True)
@@ -374,6 +390,8 @@ class Config:
             "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
         )
 
+
+KERNELS, KEEPING = "techniques.fused", "techniques.lean"  # keys: our own kernels, and what is kept for their backward
 
 _GPT2 = {"kind": "decoder", "vocab": 50257, "max_len": 1024}
 _LLAMA = {

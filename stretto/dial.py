@@ -14,28 +14,49 @@ Only the configuration is imported here: a plan must not wait for torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
+from typing import Literal, Protocol
 
-from stretto.config import ModelConfig
+from stretto.config import ModelConfig, read_memory
 from stretto.memory import (
-    Account, Keep, Load, Way, block_bytes, count_block_parameters, kv_width, list_blocks, mlp_widths, predict,
+    FP32,
+    Account,
+    Keep,
+    Load,
+    Way,
+    block_bytes,
+    chunk_rows,
+    count_block_parameters,
+    kv_width,
+    list_blocks,
+    mlp_widths,
+    predict,
 )  # fmt: skip
 
+MOST_CHANNELS = 128  # of a head in our own attention kernels (ops/attention.py)
+CHUNKS = (0, 4096, 2048, 1024)  # rows of logits at a time
 PRODUCTS, ATTENTION, BYTES = 600e12, 250e12, 4e12  # FLOP/s, FLOP/s and bytes/s of an H200 in 16 bits
 
 
 @dataclass(frozen=True)
+class Choice:
+    seconds: float  # of what a step computes again, and of the traffic of smaller chunks
+    keeps: tuple[Keep, ...]  # what each block keeps, in the order of the forward pass
+    chunk: int = 0  # most rows of logits at a time; 0: as usual
+
+
+@dataclass(frozen=True)
 class Needs:
-    """What decides over the bytes of a step, besides what blocks keep."""
+    """What decides over the bytes of a step, besides a choice."""
 
     model: ModelConfig
     load: Load
     way: Way
 
-    def predict(self, keeps: Sequence[Keep]) -> Account:
-        return predict(self.model, self.load, keeps, self.way)
+    def predict(self, choice: Choice) -> Account:
+        return predict(self.model, self.load, choice.keeps, replace(self.way, chunk=choice.chunk))
 
 
 def list_options(norms: str, whole: bool) -> list[Keep]:
@@ -45,11 +66,23 @@ def list_options(norms: str, whole: bool) -> list[Keep]:
     return [*keeps, Keep(norms, block="input")] if whole else keeps  # type: ignore[arg-type]
 
 
-def follow_options(cfg: ModelConfig, keep: Keep, num_whole: int) -> list[Keep]:
+def find_problem(cfg: ModelConfig, padded: bool) -> str:
+    """Says why blocks cannot be computed again as a whole; empty: they can. Only our own kernels drop probabilities of
+    attention by a key, which is drawn once for both passes."""
+    kernels_know_no = {
+        "data.layout = 'padded'": padded,
+        "model.window": cfg.window > 0,
+        f"heads of more than {MOST_CHANNELS} channels": cfg.width // cfg.heads > MOST_CHANNELS,
+    }
+    found = [what for what, holds in kernels_know_no.items() if holds and cfg.attention_dropout]
+    return f"with {found[0]}, attention_dropout draws random numbers that cannot be drawn again" if found else ""
+
+
+def follow(cfg: ModelConfig, keep: Keep, num_whole: int = 0) -> Choice:
     """The same for all blocks, but for the first of each stack, which are computed again as a whole."""
     names = [stack for stack, _ in list_blocks(cfg)]
     whole = Keep(keep.norms, block="input")
-    return [whole if i - names.index(name) < num_whole else keep for i, name in enumerate(names)]
+    return Choice(0.0, tuple(whole if i - names.index(name) < num_whole else keep for i, name in enumerate(names)))
 
 
 def seconds_again(cfg: ModelConfig, keep: Keep, cross: bool, longest: int) -> float:
@@ -67,17 +100,80 @@ def seconds_again(cfg: ModelConfig, keep: Keep, cross: bool, longest: int) -> fl
     return mlp + (2 * cfg.width * heads / PRODUCTS if keep.qkv == "input" else 0.0)
 
 
-def fit(needs: Needs, options: Sequence[Keep], memory: int) -> list[Keep] | None:
-    """The fastest choice of an option for each block with which a step takes at most so many bytes; None: there is
-    none."""
+class Section(Protocol):
+    """The options of a recipe."""
+
+    @property
+    def memory(self) -> str: ...
+
+    @property
+    def norms(self) -> Literal["input", "output"]: ...
+
+    @property
+    def mlp(self) -> Literal["activation", "product", "input"]: ...
+
+    @property
+    def qkv(self) -> Literal["product", "input"]: ...
+
+    @property
+    def blocks(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recipe asks for."""
+
+    keep: Keep  # what blocks keep, where no memory is given
+    num_whole: int = 0  # blocks of each stack, the first ones, that are computed again as a whole
+    memory: int = 0  # bytes that a step may take; 0: nobody has said
+
+
+def read_options(section: Section | None, card: int) -> Options:
+    """The options of a recipe, on a GPU with so many bytes; None: everything is kept."""
+    if section is None:
+        return Options(Keep())
+    return Options(Keep(section.norms, section.mlp, section.qkv), section.blocks, read_memory(section.memory, card))
+
+
+def decide(needs: Needs, options: Options, padded: bool) -> Choice:
+    """What the options say, or else the fastest that their memory allows; a ValueError says why there is none."""
+    if not options.memory:
+        return follow(needs.model, options.keep, options.num_whole)
+    ladder = list_options(options.keep.norms, whole=not find_problem(needs.model, padded))
+    choice = choose(needs, ladder, options.memory)
+    if choice is None:
+        least = needs.predict(replace(follow(needs.model, ladder[-1]), chunk=CHUNKS[-1]))
+        raise ValueError(
+            f"{options.memory / 2**30:.2f} GiB cannot be met: with all blocks computed again a step takes about"
+            f" {least.peak / 2**30:.2f} GiB, at the {least.peak_at}; make the batch smaller, or split the weights over"
+            " processes (parallel.data = 'shard')"
+        )
+    return choice
+
+
+def choose(needs: Needs, options: Sequence[Keep], memory: int) -> Choice | None:
+    """The fastest choice of an option for each block, and of the size of a chunk of logits, with which a step takes at
+    most so many bytes; None: there is none. The sum of an output layer's gradient is read and written once a chunk."""
+    cfg, load, found = needs.model, needs.load, []
+    for chunk in CHUNKS if cfg.vocab and not cfg.classes else CHUNKS[:1]:
+        choice = fit(needs, options, memory, chunk)
+        if choice is not None:
+            rows = chunk_rows(load.labels, -(-cfg.vocab // 64) * 64 * needs.way.element, chunk)
+            traffic = -(-load.labels // rows) * 2 * FP32 * cfg.vocab * cfg.width / BYTES
+            found.append(replace(choice, seconds=choice.seconds + traffic))
+    return min(found, key=lambda choice: choice.seconds, default=None)
+
+
+def fit(needs: Needs, options: Sequence[Keep], memory: int, chunk: int = 0) -> Choice | None:
+    """As `choose`, with chunks of one size."""
     cfg, blocks = needs.model, list_blocks(needs.model)
-    accounts = [needs.predict([option] * len(blocks)) for option in options]
+    accounts = [needs.predict(replace(follow(cfg, option), chunk=chunk)) for option in options]
     if accounts[0].least > memory:
         return None
     kept_until = [[*accumulate(account.kept, initial=0)] for account in accounts]
     front: list[tuple[int, float, tuple[Keep, ...]]] = [(0, 0.0, ())]  # bytes kept so far, seconds, choices
-    for i, (stack, cross) in enumerate(blocks):
-        tokens = needs.load.count_tokens(cfg, stack)
+    for i, (_, cross) in enumerate(blocks):
+        tokens = needs.load.count_tokens(cross)
         grown = []
         for option, account, until in zip(options, accounts, kept_until, strict=True):
             seconds = tokens * seconds_again(cfg, option, cross, needs.load.longest)
@@ -94,4 +190,7 @@ def fit(needs: Needs, options: Sequence[Keep], memory: int) -> list[Keep] | None
                 fastest = state[1]
     at_head = accounts[0].during[-1] - kept_until[0][-1]
     fitting = [state for state in front if state[0] + at_head <= memory]
-    return list(min(fitting, key=lambda state: state[1])[2]) if fitting else None
+    if not fitting:
+        return None
+    _, seconds, keeps = min(fitting, key=lambda state: state[1])
+    return Choice(seconds, keeps, chunk)

@@ -67,8 +67,9 @@ class Load:
     longest: int = 0  # tokens of the longest sequence; of pairs, of the longest on each side, added up
     attention: Attention = "dense"
 
-    def count_tokens(self, cfg: ModelConfig, stack: str) -> int:
-        return self.source if cfg.kind == "encoder-decoder" and stack == "encoder" else self.tokens
+    def count_tokens(self, cross: bool) -> int:
+        """The tokens of a block with cross attention, or of one without."""
+        return self.source if self.source and not cross else self.tokens
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Way:
     weights: Literal["fp32", "split", "bf16"] = "split"
     moments: Literal["fp32", "bf16"] = "fp32"
     micro_batches: int = 1  # beyond one, gradients are there when a forward pass begins
+    chunk: int = 0  # most rows of logits at a time; 0: as many as the kernel of the loss takes by itself
+    shards: int = 1  # processes that weights, gradients and moments are split over
 
     @property
     def copies(self) -> bool:
@@ -158,29 +161,32 @@ def block_bytes(
         "outputs of norms": norms * width * element,
         "queries, keys, values": (heads + repeated) * element,
         "attention outputs": attentions * width * element,
-        "MLP products": up * element if keep.mlp == "product" or (keep.mlp == "activation" and not relu) else 0,
-        "MLP activations": inner * element if keep.mlp == "activation" else 0,
+        "MLP products": up * element if keep.mlp != "input" and not relu else 0,
+        "MLP activations": inner * element if keep.mlp == "activation" or (keep.mlp == "product" and relu) else 0,
         "statistics": FP32 * (norms * numbers + attentions * cfg.heads),
         "words of attention dropout": attentions * words,
     }
 
 
-def work_bytes(cfg: ModelConfig, keep: Keep = EVERYTHING, element: int = 2) -> int:
+def work_bytes(
+    cfg: ModelConfig, keep: Keep = EVERYTHING, element: int = 2, cross: bool = False, attention: Attention = "dense"
+) -> int:
     """Estimates the bytes for each token that the backward pass of one block needs besides what is kept. Beside the
     gradients of the residual stream, of a branch and of its input there are, at the worse of two times: the gradient of
     the MLP's inner values, which overwrites that of the activation unless a gate makes it wider, and what of these
     values is computed again; or gradients of queries, keys and values, as they are found and side by side, and these
     three again."""
     width, kv, (up, inner) = cfg.width, kv_width(cfg), mlp_widths(cfg)
-    mlp = inner + (up if up > inner else 0) + {"activation": 0, "product": inner, "input": up + inner}[keep.mlp]
-    attention = (width + 2 * kv) * (3 if keep.qkv == "input" else 2)
-    again = sum(block_bytes(cfg, EVERYTHING, element).values()) if keep.block == "input" else 0
-    return (max(mlp, attention) + (3 if cfg.dropout else 2) * width) * element + again
+    made = 0 if cfg.activation == "relu" else inner
+    mlp = inner + (up if up > inner else 0) + {"activation": 0, "product": made, "input": up + made}[keep.mlp]
+    heads = (width + 2 * kv) * (3 if keep.qkv == "input" else 2)
+    again = sum(block_bytes(cfg, EVERYTHING, element, cross, attention).values()) if keep.block == "input" else 0
+    return (max(mlp, heads) + (3 if cfg.dropout else 2) * width) * element + again
 
 
-def chunk_rows(tokens: int, row_bytes: int) -> int:
+def chunk_rows(tokens: int, row_bytes: int, chunk: int = 0) -> int:
     """Returns the rows of logits that exist at a time, as the kernel of the loss does."""
-    most = max(min(CHUNK_BYTES // row_bytes, CHUNK_ROWS) // 128 * 128, 128)
+    most = max((chunk or min(CHUNK_BYTES // row_bytes, CHUNK_ROWS)) // 128 * 128, 128)
     each = -(-tokens // max(-(-tokens // most), 1))
     return max(-(-each // 128), 1) * 128
 
@@ -208,11 +214,11 @@ def head_bytes(cfg: ModelConfig, load: Load, way: Way) -> Head:
     forward = load.tokens * width * e + (table * e if way.copies else 0)
     if cfg.kind == "encoder":  # BERT's head has one more layer, with a norm
         norm = FP32 * (1 if cfg.norm == "rmsnorm" else 2)
-        kept += rows * (3 * width * e + norm) + (width * width * e if way.copies else 0)
+        kept += rows * (3 * width * e + norm)
     if cfg.kind == "encoder" or cfg.head_bias:
         kept += FP32 * cfg.vocab
     stride = -(-cfg.vocab // 64) * 64
-    forward += min(chunk_rows(rows, stride * e), rows) * stride * e
+    forward += min(chunk_rows(rows, stride * e, way.chunk), rows) * stride * e
     return Head(kept, forward, rows * width * e + table * GRADIENT_BYTES[way.weights])
 
 
@@ -243,20 +249,14 @@ def outside_bytes(cfg: ModelConfig, load: Load, way: Way) -> dict[str, int]:
 def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> list[dict[str, int]]:
     """Returns what each block keeps, by role, in the order of the forward pass."""
     kept = []
-    for (stack, cross), keep in zip(list_blocks(cfg), keeps, strict=True):
-        tokens = load.count_tokens(cfg, stack)
+    for (_, cross), keep in zip(list_blocks(cfg), keeps, strict=True):
+        tokens = load.count_tokens(cross)
         per_token = block_bytes(cfg, keep, way.element, cross, load.attention)
         found = Counter({role: size * tokens for role, size in per_token.items()})
-        matrices = count_block_parameters(cfg, cross)[0]
-        if cross:  # made by one product for all blocks, of weights that are copied side by side
+        if cross:  # made by one product for all blocks
             found["queries, keys, values"] += 2 * cfg.width * load.source * way.element
-            found["copies of weights"] += 2 * cfg.width**2 * way.element
-            matrices -= 2 * cfg.width**2
-        found["copies of weights"] += matrices * way.element if way.copies and keep.block == "inside" else 0
         if cfg.dropout or cfg.activation_dropout:
             found["keys of dropout"] += BLOCK_KEYS * KEY
-        elif cfg.attention_dropout and load.attention == "own":
-            found["keys of dropout"] += KEY * (2 if cross else 1)
         kept.append(dict(found))
     return kept
 
@@ -284,6 +284,14 @@ class Account:
         return max(self.times, key=self.times.__getitem__)
 
 
+def gathered_bytes(cfg: ModelConfig, way: Way) -> int:
+    """Returns what a process gathers of weights that are split: those of a block, those of the next one, and those
+    outside of blocks."""
+    blocks = {cross: sum(count_block_parameters(cfg, cross)) for _, cross in list_blocks(cfg)}
+    outside = sum(size for part, size in count_parameters(cfg).items() if not part.endswith("blocks"))
+    return (2 * max(blocks.values()) + outside) * way.element if way.shards > 1 else 0
+
+
 def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Account:
     """Computes the account of a step. Its peak is at one of five times:
 
@@ -297,25 +305,26 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
 
     Gradients come into being block by block while the kept tensors go, so state and activations are never there as a
     whole unless several micro-batches share an update."""
-    parts, blocks, kept = count_parameters(cfg), list_blocks(cfg), kept_by_blocks(cfg, load, keeps, way)
-    size, head = sum(parts.values()), head_bytes(cfg, load, way)
+    parts, kept = count_parameters(cfg), kept_by_blocks(cfg, load, keeps, way)
+    size, head = -(-sum(parts.values()) // way.shards), head_bytes(cfg, load, way)
     outside, each = outside_bytes(cfg, load, way), GRADIENT_BYTES[way.weights]
     weights, moments, gradients = size * WEIGHT_BYTES[way.weights], size * MOMENT_BYTES[way.moments], size * each
-    held = weights + moments + (gradients if way.micro_batches > 1 else 0)
+    stay = way.micro_batches > 1  # what a backward pass makes is added to them at once, but for tables with two uses
+    held = weights + moments + (gradients if stay else 0) + gathered_bytes(cfg, way)
     everything = held + sum(outside.values()) + sum(sum(found.values()) for found in kept)
     stream, table = load.tokens * cfg.width * way.element, cfg.vocab * cfg.width * each
     now = everything + (parts["head"] * each if cfg.classes or not cfg.tied else table)
     during = []
-    for (stack, cross), keep, found in reversed(list(zip(blocks, keeps, kept, strict=True))):
-        tokens = load.count_tokens(cfg, stack)
-        now += sum(count_block_parameters(cfg, cross)) * each
-        during.append(now + tokens * work_bytes(cfg, keep, way.element))
-        now -= sum(found.values())
+    for (_, cross), keep, found in reversed(list(zip(list_blocks(cfg), keeps, kept, strict=True))):
+        tokens = load.count_tokens(cross)
+        own = sum(count_block_parameters(cfg, cross)) * each
+        during.append(now + own + tokens * work_bytes(cfg, keep, way.element, cross, load.attention))
+        now += (0 if stay else own) - sum(found.values())
     times = {
         "forward pass of the head": everything + head.kept + head.forward,
         "backward pass of the head": everything + head.kept + head.backward,
         "backward pass of a block": max(during),
-        "end of the backward pass": held + gradients + table + stream,
+        "end of the backward pass": weights + gradients + moments + table * (2 if stay and cfg.tied else 1) + stream,
         "update": weights + gradients + moments,
     }
     activations = Counter(outside)

@@ -78,6 +78,19 @@ def weight_writer(optimizer: torch.optim.Optimizer) -> Write:
     return optimizer.put_weight if isinstance(optimizer, FlatAdamW) else put
 
 
+def count_state(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The bytes of weights, gradients and moments in this process. Between two steps gradients may not exist: then
+    each counts as its parameter, whose shape and type autograd gives it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state[p] for p in parameters if p in optimizer.state]
+    tensors = {
+        "weights": [*parameters, *(state["low"] for state in states if "low" in state)],
+        "gradients": [p if p.grad is None else p.grad for p in parameters],
+        "moments": [state[key] for state in states for key in ("exp_avg", "exp_avg_sq") if key in state],
+    }
+    return {role: sum(_local(t).nbytes for t in members) for role, members in tensors.items()}
+
+
 class FlatAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for all parameters at once, over flat state. The host never waits for the device.
 

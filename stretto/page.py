@@ -244,6 +244,11 @@ def _sections(events: Sequence[Event], evaluations: list[Event], config_text: st
         keys = list(dict.fromkeys(["step", *(key for e in evaluations for key in e if key != "time")]))
         rows = [[e.get(key, "") for key in keys] for e in evaluations]
         parts.append("<h2>Evaluations</h2>\n" + _table([key.replace("_", " ") for key in keys], rows, "numbers"))
+    memory: dict[str, Any] = next((e["memory"] for e in reversed(events) if isinstance(e.get("memory"), dict)), {})
+    if columns := [(name, values) for name, values in memory.items() if values and isinstance(values, dict)]:
+        keys = list(dict.fromkeys(key for _, values in columns for key in values))
+        rows = [[key, *(values.get(key, "") for _, values in columns)] for key in keys]
+        parts.append("<h2>Memory</h2>\n" + _table(["bytes", *(name for name, _ in columns)], rows, "numbers"))
     finished = events[-1].get("finished") if events else None
     if finished and isinstance(finished, dict):
         parts.append("<h2>At the end</h2>\n" + _table([], [list(pair) for pair in finished.items()]))

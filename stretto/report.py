@@ -1,7 +1,8 @@
 """What a run says about itself while it goes: events.jsonl, TensorBoard, and a bar or plain lines on the terminal.
 
 One line of events.jsonl is one JSON object. Logged training steps carry `step`, `loss` and `tokens_per_s`;
-evaluations carry `step` and `eval_loss`; the first line of each start carries `environment`.
+evaluations carry `step` and `eval_loss`; the first line of each start carries `environment`; at the end there are
+`memory`, in bytes, and `finished`.
 
 Each of these may fail, by a full disk or a reader that went away: a warning says so once, and training goes on.
 """
@@ -28,8 +29,11 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 
+from stretto.config import Config
 from stretto.files import open_in_place, replacing
-from stretto.runtime import memory_gib, peak_flops, tell
+from stretto.optim import count_state
+from stretto.plan import predict_for
+from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, tell, total_memory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -149,6 +153,16 @@ class Report:
     def eval_line(self, step: int, scores: dict[str, float]) -> None:
         self.event(step=step, **scores)
         self.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+
+    def memory_line(self, config: Config, optimizer: torch.optim.Optimizer, rt: Runtime) -> None:
+        """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch."""
+
+        def compare() -> None:
+            predicted = predict_for(config, total_memory(rt.device)) if rt.world == 1 else {}
+            measured = count_state(optimizer) | count_gpu_memory(rt.device)
+            self.event(memory={"measured": measured, "predicted": predicted})
+
+        self.attempt("the account of memory", compare)
 
 
 class BarAndNumbers(ProgressColumn):

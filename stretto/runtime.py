@@ -262,3 +262,21 @@ def memory_gib(device: torch.device) -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def total_memory(device: torch.device) -> int:
+    """Returns the bytes of a GPU; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def count_gpu_memory(device: torch.device) -> dict[str, int]:
+    """Returns the bytes of tensors at the peak, those that the allocator has taken for them, and how many of these it
+    keeps for recorded graphs; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return {
+        "peak": torch.cuda.max_memory_allocated(device),
+        "reserved": torch.cuda.max_memory_reserved(device),
+        "pool of graphs": sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0)),
+    }

@@ -122,6 +122,7 @@ def run_loop(run: Run, report: Report) -> None:
             kept = way if run.config.checkpoint.keep else "nothing was saved, since checkpoint.keep = 0"
             raise Preempted(f"stopped after step {run.step} of {total}; {kept}")
     if first < total:
+        report.memory_line(run.config, parts.update.optimizer, rt)
         seconds = {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
         report.event(finished={"steps": total} | seconds)
 

@@ -124,6 +124,7 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
         start(0.0, note="<b>note", **{"<b>name": {"<b>": 1}}),
         line(1, 1.0),
         evaluation,
+        {"memory": {"<b>": {"<b>": "<b>"}, "measured": 3}},
         {"finished": {"<b>": "<b>"}},
     ]
     page = page_of(tmp_path / "<b>run & co", events, HOSTILE, HOSTILE)
@@ -146,7 +147,7 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
         [{"step": 1, "loss": "high", "lr": None, "tokens_per_s": True, "memory_gib": []}, {"environment": 3}],
         [line(1, math.nan), line(2, math.inf), line(3, -math.inf), line(4, 1e308), line(5, 10**400)],
         [line(1, 1.0), line(2, 1e99, lr=0.0, tokens_per_s=0, memory_gib=0), line(3, 1e-99, lr=1e-99)],
-        [3, None, "text", [1], {"finished": {}}, {"finished": 1}],
+        [3, None, "text", [1], {"memory": 1}, {"memory": {}}, {"finished": {}}, {"finished": 1}],
     ],
 )
 def test_odd_events_still_give_a_page(tmp_path: Path, events: list[Any]) -> None:

@@ -47,6 +47,7 @@ NAMES = {
     "layer_drop": r"layer_drop|LayerDrop|[Ll]ayer[- ][Dd]rop",
     "standardize": r"[Ss]tandardi[sz]|\bPressure\b|\bAffine\b",
     "fused": r"\b[Ff]used\b|\bFused[A-Z]|_fused\b",
+    "lean": r"\b[Ll]ean\b|\bLean[A-Z]|_lean\b",
     "sequence": r"parallel\.sequence|sequence_(method|layout|keep|heads)|[Ss]equence[- ]?[Pp]arallel|Splitter",
 }
 # Torch has a word for its own optimizers that is ours for a technique.
@@ -108,6 +109,7 @@ def test_an_exception_is_needed(entry: str) -> None:
         "pressure: Pressure | None = None",
         'raise ConfigError("[techniques.fused] is off")',
         "isinstance(block, FusedBlock)",
+        "if config.techniques.lean is not None:",
         "if cfg.parallel.sequence > 1:",
         "split = Splitter(cfg)",
         "kept = cfg.sequence_keep",

@@ -52,7 +52,7 @@ class Trainer(transformers.Trainer):
             if self.accelerator.ddp_handler is not None:  # which was given the argument as it was
                 self.accelerator.ddp_handler.find_unused_parameters = True
         if self.label_smoother is not None:
-            self.label_smoother = LeanSmoother(self.label_smoother.epsilon)
+            self.label_smoother = SummedSmoother(self.label_smoother.epsilon)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         return _accelerate_once(super().call_model_init(*args, **kwargs))
@@ -134,7 +134,7 @@ class ScheduledAdamW(FlatAdamW):
             group["lr"] = number
 
 
-class LeanSmoother(LabelSmoother):
+class SummedSmoother(LabelSmoother):
     """The same loss by cross entropy, which accelerated models compute without logits."""
 
     def __call__(

@@ -86,7 +86,7 @@ def add_affine_ref(
     a: Forward, rows: Tensor | None, factor: Tensor | None, stride: int, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, stream and stats."""
-    y, stream, stats = new_outputs(a.branch, a.residual, a.carry, rows, axis)
+    y, stream, stats = new_outputs(a.branch, a.residual, rows, axis)
     x = a.residual
     if a.branch is not None:
         x = stream.copy_(shared.add_ref(a.branch, x, a.branch_bias, a.p, a.key))
@@ -199,12 +199,12 @@ def _affine_backward_kernel(
 
 
 def new_outputs(
-    branch: Tensor | None, residual: Tensor, carry: bool, rows: Tensor | None, axis: str
+    branch: Tensor | None, residual: Tensor, rows: Tensor | None, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty y, stream and stats."""
     by_channel = rows is not None and axis != "token"
     stats = residual.new_empty(2, residual.shape[1] if by_channel else 0, dtype=wide_dtype(residual.dtype))
-    return residual.new_empty(residual.shape), shared.new_stream(branch, residual, carry), stats
+    return residual.new_empty(residual.shape), shared.new_stream(branch, residual), stats
 
 
 def fill_stats(stats: Tensor, x: Tensor, y: Tensor, a: Forward, rows: Tensor | None, stride: int, axis: str) -> None:
@@ -218,7 +218,7 @@ def fill_stats(stats: Tensor, x: Tensor, y: Tensor, a: Forward, rows: Tensor | N
 def launch_add_affine(
     a: Forward, rows: Tensor | None, factor: Tensor | None, stride: int, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, stream, stats = new_outputs(a.branch, a.residual, a.carry, rows, axis)
+    y, stream, stats = new_outputs(a.branch, a.residual, rows, axis)
     shared.launch_forward(_affine_kernel, a, y, stream)
     fill_stats(stats, a.residual if a.branch is None else stream, y, a, rows, stride, axis)
     return y, stream, stats
@@ -247,13 +247,12 @@ def add_affine(
     branch: Tensor | None, residual: Tensor, branch_bias: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     p: float, key: Tensor | None, post: bool = False,
     rows: Tensor | None = None, factor: Tensor | None = None, stride: int = 1, axis: str = "token",
-    from_output: bool = False, carry: bool = False,
+    from_output: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y, the affine of stream = residual + dropout(branch + branch_bias), and what the next branch is added to:
     the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. `rows` and `factor`,
     both or neither, say how strongly the backward pass pulls y towards mean 0 and variance 1. With `from_output` y is
-    kept for the backward pass and not the stream; y must not be changed in place. With `carry` the kernel adds both
-    gradients of a residual without a branch."""
+    kept for the backward pass and not the stream; y must not be changed in place."""
     check_width(residual, branch_bias, weight, bias)
     if (rows is None) != (factor is None) or (rows is not None and rows.shape != residual.shape[:1]):
         found = None if rows is None else list(rows.shape)
@@ -263,6 +262,6 @@ def add_affine(
     if branch is None and branch_bias is not None:
         raise ValueError("add_affine takes a branch_bias only with a branch")
     p, key = shared.check_sum("add_affine", branch, residual, p, key)
-    given = (branch, residual, branch_bias, weight, bias, p, key, post, from_output, carry)
+    given = (branch, residual, branch_bias, weight, bias, p, key, post, from_output)
     y, stream, _ = _add_affine(*given, rows, factor, stride, axis)
-    return shared.choose_results(branch, residual, y, stream, post, carry)
+    return shared.choose_results(branch, residual, y, stream, post)

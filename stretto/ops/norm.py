@@ -77,7 +77,7 @@ def add_norm_ref(
     a: Forward, eps: float, rms: bool, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, y_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y, stream and stats; the definition of correct."""
-    y, stream, stats = new_outputs(a.branch, a.residual, a.from_output, a.carry, rms, y_rows)
+    y, stream, stats = new_outputs(a.branch, a.residual, a.from_output, rms, y_rows)
     x = a.residual
     if a.branch is not None:
         x = stream.copy_(shared.add_ref(a.branch, x, a.branch_bias, a.p, a.key, scale, branch_at))
@@ -216,17 +216,17 @@ def _norm_backward_kernel(
 
 
 def new_outputs(
-    branch: Tensor | None, residual: Tensor, from_output: bool, carry: bool, rms: bool, y_rows: int
+    branch: Tensor | None, residual: Tensor, from_output: bool, rms: bool, y_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Empty y, stream and stats."""
     stats = residual.new_empty(1 if rms or from_output else 2, y_rows, dtype=wide_dtype(residual.dtype))
-    return residual.new_empty(y_rows, residual.shape[1]), shared.new_stream(branch, residual, carry), stats
+    return residual.new_empty(y_rows, residual.shape[1]), shared.new_stream(branch, residual), stats
 
 
 def launch_add_norm(
     a: Forward, eps: float, rms: bool, scale: Tensor | None, branch_at: Tensor | None, y_at: Tensor | None, y_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = new_outputs(a.branch, a.residual, a.from_output, a.carry, rms, y_rows)
+    outputs = new_outputs(a.branch, a.residual, a.from_output, rms, y_rows)
     options = {"eps": eps, "RMS": rms, "MEAN": not a.from_output}
     shared.launch_forward(_norm_kernel, a, scale, branch_at, y_at, *outputs, y_rows, **options)
     return outputs
@@ -257,13 +257,13 @@ def add_norm(
     branch: Tensor | None, residual: Tensor, branch_bias: Tensor | None, weight: Tensor, norm_bias: Tensor | None,
     eps: float, rms: bool, p: float, key: Tensor | None, post: bool = False,
     scale: Tensor | None = None, branch_at: Tensor | None = None, y_at: Tensor | None = None, y_rows: int = 0,
-    from_output: bool = False, carry: bool = False,
+    from_output: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y, the norm of stream = residual + scale * dropout(branch + branch_bias), and what the next branch is
     added to: the stream, or with `post` y. Both are [T, C]. Without a branch the residual is the stream. With
     `branch_at` the branch has rows for some tokens only, with `y_at` y has, `y_rows` in number. `scale` gets no
-    gradient. With `from_output` y is kept for the backward pass and not the stream; y must not be changed in place.
-    With `carry` the kernel adds both gradients of a residual without a branch."""
+    gradient. With `from_output` y is kept for the backward pass and not the stream; y must not be changed in
+    place."""
     if branch is None and (branch_bias is not None or scale is not None or branch_at is not None):
         raise ValueError("add_norm takes a branch_bias, a scale or branch_at only with a branch")
     if post and (branch_at is not None or y_at is not None):
@@ -274,9 +274,9 @@ def add_norm(
     check_width(residual, branch_bias, weight, norm_bias)
     p, key = shared.check_sum("add_norm", branch, residual, p, key, branch_at is None)
     places = (scale, branch_at, y_at, len(residual) if y_at is None else y_rows)
-    given = (branch, residual, branch_bias, weight, norm_bias, p, key, post, from_output, carry)
+    given = (branch, residual, branch_bias, weight, norm_bias, p, key, post, from_output)
     y, stream, _ = _add_norm(*given, eps, rms, *places)
-    return shared.choose_results(branch, residual, y, stream, post, carry)
+    return shared.choose_results(branch, residual, y, stream, post)
 
 
 def norm(

@@ -8,10 +8,6 @@ tuples `Forward` and `Backward`.
 A pre-norm model uses y and stream. A post-norm model uses y twice, for the next branch and as the next residual, and
 asks for that by `post`: then dstream is the gradient of the second y, and the backward kernel adds it to dy.
 
-Without a branch the residual is the stream and is returned as it is: autograd adds the gradients of its two uses. With
-`carry` the second result is the residual again (or y, with `post`), with a gradient that arrives as dstream: the
-backward kernel adds it in fp32 and rounds the sum once, as it does with a branch.
-
 `from_output` keeps y for the backward pass (Tempo, arXiv 2210.10246) instead of the stream. The matrix product behind
 it keeps y anyway, and nobody else needs the stream. What the backward pass has to know, xhat of a norm or the stream of
 an affine, is
@@ -49,7 +45,6 @@ class Forward(NamedTuple):
     key: Tensor | None  # [2]; None: no dropout
     post: bool
     from_output: bool  # y is kept for the backward pass, not the stream
-    carry: bool  # without a branch: the second result has a gradient of its own
 
 
 class Backward(NamedTuple):
@@ -205,11 +200,9 @@ def launch_forward(kernel: Any, a: Forward, *own: Any, **named: Any) -> None:
         )  # fmt: skip
 
 
-def new_stream(branch: Tensor | None, residual: Tensor, carry: bool) -> Tensor:
+def new_stream(branch: Tensor | None, residual: Tensor) -> Tensor:
     """An empty stream. Without a branch the residual is the stream; an op may not return its argument, so this has no
-    rows, or with `carry` all rows in the memory of one zero: only its gradient has a meaning."""
-    if branch is None and carry:
-        return residual.new_zeros(1, 1).expand(residual.shape)
+    rows."""
     return residual.new_empty(0 if branch is None else len(residual), residual.shape[1])
 
 
@@ -259,14 +252,14 @@ def save(
 ) -> None:
     """Keeps what `run_backward` needs, and `own` for the backward op. `plain`: the sum has neither scale nor places;
     without dropout the gradient of the branch is then that of the residual."""
-    branch, residual, branch_bias, weight, bias, ctx.p, key, ctx.post, ctx.from_output, carry, *_ = inputs
+    branch, residual, branch_bias, weight, bias, ctx.p, key, ctx.post, ctx.from_output, *_ = inputs
     y, stream, stats = output
     kept = y if ctx.from_output else residual if branch is None else stream
     ctx.save_for_backward(kept, stats, weight, bias if ctx.from_output or with_bias else None, key, *own)
     ctx.tokens = len(residual)
     ctx.branch_rows = None if branch is None or (plain and key is None) else len(branch)
     ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias, branch_bias)]
-    ctx.mark_non_differentiable(*((stream, stats) if branch is None and not carry else (stats,)))
+    ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
     ctx.set_materialize_grads(False)  # a result that was not used has gradient None, and costs nothing
 
 
@@ -319,10 +312,9 @@ def check_sum(
 
 
 def choose_results(
-    branch: Tensor | None, residual: Tensor, y: Tensor, stream: Tensor, post: bool, carry: bool
+    branch: Tensor | None, residual: Tensor, y: Tensor, stream: Tensor, post: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns y and what the next branch is added to."""
-    again = y if post else residual
     if branch is None:
-        return y, Again.apply(again, stream) if carry else again
-    return y, Again.apply(again, stream) if post else stream
+        return y, y if post else residual
+    return y, Again.apply(y, stream) if post else stream

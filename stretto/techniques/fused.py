@@ -88,16 +88,12 @@ class Fused(Technique):
     cfg: FusedConfig
 
     def __init__(self, cfg: FusedConfig, context: Context) -> None:
-        halves = context.device.type == "cuda" and context.precision == "bf16"
-        weights = ("split" if halves else "fp32") if cfg.weights == "auto" else cfg.weights
+        weights = cfg.find_weights(context.device.type == "cuda", context.precision)
         super().__init__(replace(cfg, weights=weights), context)
 
     @classmethod
     def find_options(cls, config: Config, device: torch.device) -> FusedConfig | None:
-        options = config.techniques.fused
-        if options != "auto":
-            return options
-        return FusedConfig() if device.type == "cuda" and triton is not None else None
+        return config.techniques.find_kernels(device.type == "cuda" and triton is not None)
 
     @property
     def parameter_dtype(self) -> torch.dtype | None:
@@ -378,13 +374,16 @@ class FusedPatchEmbedding(PatchEmbedding):
 
 
 class FusedLMHead(LMHead):
+    chunk = 0  # most rows of logits at a time; 0: as many as the kernel takes by itself
+
     def loss(self, x: Tensor, embedding: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         if self.transform is not None and self.norm is not None:
             x = linear(x, self.transform.weight)
             x = activate(x, self.transform.bias, self.activation, 0.0, None)
             plain = isinstance(self.norm, nn.Identity | AddingNorm)
             x = self.norm(x) if plain else norm(x, *norm_parts(self.norm))
-        return linear_cross_entropy(x, embedding if self.weight is None else self.weight, self.bias, labels, smoothing)
+        weight = embedding if self.weight is None else self.weight
+        return linear_cross_entropy(x, weight, self.bias, labels, smoothing, chunk=self.chunk)
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {

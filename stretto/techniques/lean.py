@@ -33,22 +33,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from stretto.config import LeanConfig, read_memory
-from stretto.dial import fit, follow_options, list_options
+from stretto.config import KERNELS, LeanConfig
+from stretto.dial import Choice, decide, find_problem, follow, read_options
 from stretto.errors import ConfigError
 from stretto.memory import Keep
-from stretto.ops.attention import MOST_CHANNELS
 from stretto.ops.residual import can_restore
+from stretto.runtime import total_memory
 from stretto.techniques.technique import Context, Foreign, Sites, Technique
 
 LOOK = 64  # updates between two looks at the weights of norms
-GIB = 2**30
 
 
 class Lean(Technique):
     name, exact = "lean", True
     cfg: LeanConfig
-    keeps: Sequence[Keep] = ()  # what each block keeps, in the order of the forward pass
+    choice = Choice(0.0, ())  # what blocks keep
 
     def __init__(self, cfg: LeanConfig, context: Context) -> None:
         super().__init__(cfg, context)
@@ -59,7 +58,7 @@ class Lean(Technique):
         model, cfg, reasons = self.context.model, self.cfg, []
         again = [key for key in ("memory", "qkv", "blocks") if getattr(cfg, key) != getattr(LeanConfig(), key)]
         if not any(other.keeps_as_told for other in others):
-            reasons.append(f"plain modules keep what torch keeps: set {'techniques.' if model else ''}fused to true")
+            reasons.append(f"plain modules keep what torch keeps: set {KERNELS} to true")
         if model is None:
             way = "use gradient_checkpointing_enable() to compute layers of a Hugging Face model again"
             return [*reasons, f"{', '.join(again)}: for Stretto's own models; {way}"] if again else reasons
@@ -67,47 +66,29 @@ class Lean(Technique):
             reasons.append("activations: for Hugging Face's models; in Stretto's own, `mlp` says what an MLP keeps")
         if cfg.memory.endswith("%") and self.context.device.type != "cuda":
             reasons.append(f"memory = {cfg.memory!r} is a share of a GPU's memory, and there is none: name GiB")
-        if cfg.blocks and (problem := self._find_problem()):
+        if cfg.blocks and (problem := find_problem(model, self.context.padded)):
             reasons.append(f"blocks: {problem}")
         if self.context.compiled and again:
             reasons.append(f"{', '.join(again)}: torch.compile cannot compute again: set train.compile to false")
         return reasons
 
-    def _find_problem(self) -> str:
-        """Why blocks cannot be computed again as a whole; empty: they can."""
-        model = self.context.model
-        if model is None or not model.attention_dropout:
-            return ""
-        kernels_know_no = {
-            "data.layout = 'padded'": self.context.padded,
-            "model.window": model.window > 0,
-            f"heads of more than {MOST_CHANNELS} channels": model.width // model.heads > MOST_CHANNELS,
-        }
-        found = [what for what, holds in kernels_know_no.items() if holds]
-        return f"with {found[0]}, attention_dropout draws random numbers that cannot be drawn again" if found else ""
-
-    def _choose_keeps(self) -> list[Keep]:
-        """What each block keeps, in the order of the forward pass."""
+    def _choose(self) -> Choice:
         model, cfg, needs, device = self.context.model, self.cfg, self.context.needs, self.context.device
-        assert model is not None
-        card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-        memory, options = read_memory(cfg.memory, card), list_options(cfg.norms, whole=not self._find_problem())
-        if not memory or needs is None:
-            return follow_options(model, Keep(cfg.norms, cfg.mlp, cfg.qkv), cfg.blocks)
-        keeps = fit(needs, options, memory)
-        if keeps is None:
-            least = needs.predict(follow_options(model, options[-1], 0))
-            raise ConfigError(
-                f"{self.key}.memory = {cfg.memory!r} cannot be met: with all blocks computed again a step takes about"
-                f" {least.peak / GIB:.2f} GiB, at the {least.peak_at}; make the batch smaller, or split the weights"
-                " over processes (parallel.data = 'shard')"
-            )
-        return keeps
+        options = read_options(cfg, total_memory(device))
+        if needs is None:
+            assert model is not None
+            return follow(model, options.keep, options.num_whole)
+        try:
+            return decide(needs, options, self.context.padded)
+        except ValueError as error:
+            raise ConfigError(f"{self.key}.memory = {cfg.memory!r}: {error}") from error
 
     def apply(self, model: nn.Module, sites: Sites) -> None:
-        blocks, self.keeps = sites["block"], self._choose_keeps()
-        for name, keep in zip(blocks, self.keeps, strict=True):
+        blocks, self.choice = sites["block"], self._choose()
+        for name, keep in zip(blocks, self.choice.keeps, strict=True):
             model.get_submodule(name).keep = keep  # type: ignore[assignment]
+        for head in map(model.get_submodule, sites["head"]):
+            head.chunk = self.choice.chunk  # type: ignore[assignment]
         inside = [name for name in sites["norm"] if name.startswith(tuple(f"{block}." for block in blocks))]
         self._tell_norms({name: model.get_submodule(name) for name in inside})
 
@@ -159,9 +140,8 @@ class Lean(Technique):
         self.looked = "lost" in state
 
     def describe(self) -> str:
-        kinds = {keep: self.keeps.count(keep) for keep in dict.fromkeys(self.keeps)}
-        words = [f"{count} blocks keep {keep.describe()}" for keep, count in kinds.items()]
-        if self.context.needs is not None:
-            peak = self.context.needs.predict(self.keeps).peak
-            words.append(f"{peak / GIB:.2f} GiB predicted at the peak")
+        keeps = self.choice.keeps
+        words = [f"{keeps.count(keep)} blocks keep {keep.describe()}" for keep in dict.fromkeys(keeps)]
+        if self.context.needs is not None and keeps:
+            words.append(f"predicted peak {self.context.needs.predict(self.choice).peak / 2**30:.2f} GiB")
         return "; ".join(words)

@@ -262,7 +262,7 @@ def test_restore_gives_the_model_back() -> None:
         ({"lean": {"memory": "16GiB"}}, r"memory: for Stretto's own models; use gradient_checkpointing_enable\(\)"),
         ({"lean": {"qkv": "input", "blocks": 1}}, "qkv, blocks: for Stretto's own models"),
         ({"lean": {"activations": "code4"}}, "techniques.lean.activations = 'code4' must be one of"),
-        ({"lean": True, "fused": False}, "plain modules keep what torch keeps: set fused to true"),
+        ({"lean": True, "fused": False}, "plain modules keep what torch keeps: set techniques.fused to true"),
     ],
 )
 def test_what_cannot_be_done_is_an_error_with_the_reason(options: dict[str, Any], reason: str) -> None:

@@ -234,8 +234,8 @@ def test_ops(axis: str) -> None:
     leaves = [t.requires_grad_() for t in (strided(branch), residual, *rest)]
     pull = (weights(7), FACTOR, STRIDE, axis)
     for from_output in (False, True):
-        assert_op(family._add_affine.definition, (*leaves, 0.3, KEY, False, from_output, False, *pull))
-    assert_op(family._add_affine.definition, (None, residual, None, *leaves[3:], 0.0, None, False, True, True, *pull))
+        assert_op(family._add_affine.definition, (*leaves, 0.3, KEY, False, from_output, *pull))
+    assert_op(family._add_affine.definition, (None, residual, None, *leaves[3:], 0.0, None, False, True, *pull))
 
 
 def test_a_row_that_does_not_count_is_not_pulled() -> None:
@@ -262,20 +262,6 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
     arguments = dict(zip(names, tensors(7, 20), strict=True)) | {"p": 0.0, "key": None} | change
     with pytest.raises(ValueError, match=message):
         add_affine(**arguments)
-
-
-def test_carry_rounds_a_sum_of_gradients_once() -> None:
-    """The gradient is that of a sum with a branch of zeros, bit by bit; without `carry` it is rounded twice."""
-    _, x, _, weight, bias = (t.bfloat16() for t in tensors(64, 96))
-    dy, dstream = (rand(64, 96, dtype=torch.bfloat16, seed=seed) for seed in (8, 9))
-
-    def gradient(branch: Tensor | None, carry: bool) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        both = add_affine(branch, leaf, None, weight, bias, 0.0, None, carry=carry)
-        return torch.autograd.grad(both, leaf, (dy, dstream))[0]
-
-    exact = gradient(torch.zeros_like(x), False)
-    assert torch.equal(gradient(None, True), exact) and not torch.equal(gradient(None, False), exact)
 
 
 def test_a_backward_that_forgets_the_bias_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,20 +332,20 @@ def test_op(rms: bool, p: float) -> None:
     key, kind = KEY if p > 0 else None, (EPS, rms)
     branch, residual, branch_bias, weight, shift = (t.requires_grad_() for t in tensors(3, 20))
     for post, from_output in ((False, False), (True, False), (True, True)):
-        given = (branch, residual, branch_bias, weight, shift, p, key, post, from_output, False)
+        given = (branch, residual, branch_bias, weight, shift, p, key, post, from_output)
         assert_op(family._add_norm.overload, (*given, *kind, *ALL, 3))
     turned = [rand(20, 3, seed=seed).t().requires_grad_() for seed in (1, 2)]
-    assert_op(family._add_norm.overload, (*turned, None, weight, None, p, key, *(False,) * 3, *kind, *ALL, 3))
-    for from_output, carry in ((False, False), (False, True), (True, True)):
-        alone = (None, residual, None, weight, shift, 0.0, None, False, from_output, carry)
+    assert_op(family._add_norm.overload, (*turned, None, weight, None, p, key, *(False,) * 2, *kind, *ALL, 3))
+    for from_output in (False, True):
+        alone = (None, residual, None, weight, shift, 0.0, None, False, from_output)
         assert_op(family._add_norm.overload, (*alone, *kind, *ALL, 3))
     first, second = (of for of in (places([0, 2]), places([1])) if of is not None)
     some = (torch.tensor(2.0, device=DEVICE), first[:3], second[:3])
     for from_output in (False, True):
         parts = (branch.detach()[:2].requires_grad_(), residual, branch_bias, weight, shift, p, key, False)
-        assert_op(family._add_norm.overload, (*parts, from_output, False, *kind, *some, 1))
+        assert_op(family._add_norm.overload, (*parts, from_output, *kind, *some, 1))
     _, stream, stats = (
-        t.detach() for t in family._add_norm(*turned, None, weight, None, p, key, *(False,) * 3, *kind, *ALL, 3)
+        t.detach() for t in family._add_norm(*turned, None, weight, None, p, key, *(False,) * 2, *kind, *ALL, 3)
     )
     saved, dtypes = (stream, stats, weight.detach(), None, key), (torch.float32, torch.bfloat16, None)
     for dy, dstream in ((stream, stream.t().contiguous().t()), (stream, None), (None, stream)):
@@ -409,49 +409,6 @@ def test_from_output_keeps_what_the_next_product_keeps(rms: bool) -> None:
     y_bytes = 6 * 40 * 4
     for function, size in ((lean, y_bytes + 6 * 4), (add_norm, 2 * y_bytes + (1 if rms else 2) * 6 * 4)):
         assert count(lambda *a, f=function: F.linear(call(f, rms, 0.0)(*a)[0], matrix)) == size
-
-
-@pytest.mark.parametrize("from_output", [False, True])
-@pytest.mark.parametrize("post", [False, True])
-def test_carry_rounds_a_sum_of_gradients_once(post: bool, from_output: bool) -> None:
-    """The gradient is that of a sum with a branch of zeros, bit by bit; without `carry` it is rounded twice."""
-    _, x, _, weight, shift = (t.bfloat16() for t in near_one(64, 96))
-    dy, dstream = (rand(64, 96, dtype=torch.bfloat16, seed=seed) for seed in (8, 9))
-
-    def gradient(branch: Tensor | None, carry: bool, wrap: Call = lambda f: f) -> Tensor:
-        def run(x: Tensor) -> tuple[Tensor, Tensor]:
-            options = {"post": post, "from_output": from_output, "carry": carry}
-            y, stream = add_norm(branch, x, None, weight, shift, EPS, False, 0.0, None, **options)
-            return 1 * y, 1 * stream  # torch.compile adds the gradients of results that share memory by itself
-
-        leaf = x.clone().requires_grad_()
-        return torch.autograd.grad(wrap(run)(leaf), leaf, (dy, dstream))[0]
-
-    exact = gradient(torch.zeros_like(x), False)
-    assert torch.equal(gradient(None, True), exact)
-    assert not torch.equal(gradient(None, False), exact)
-    assert torch.equal(gradient(None, True, partial(torch.compile, fullgraph=True, backend="aot_eager")), exact)
-
-
-def test_carry_copies_nothing() -> None:
-    _, x, _, weight, shift = (t.requires_grad_() for t in tensors(6, 40))
-    parts = (None, x, None, weight, shift, EPS, False, 0.0, None)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        _, stream = add_norm(*parts, carry=True)
-    assert [t.shape for t in kept] == [(6, 40), (2, 6), (40,)]
-    assert kept[0].data_ptr() == stream.data_ptr() == x.data_ptr() and stream.requires_grad
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            y, stream = add_norm(*parts, carry=True)
-        assert torch.equal(stream, x) and torch.equal(y, add_norm(*parts)[0])
-    y_at = places([1, 4])[:6]
-
-    def some(x: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
-        return add_norm(None, x, None, weight, shift, EPS, False, 0.0, None, y_at=y_at, y_rows=2, carry=carry)
-
-    for got, expected in zip(results(some, [x, True]), results(some, [x, False]), strict=True):
-        torch.testing.assert_close(got, expected)
 
 
 def test_constant_rows() -> None:

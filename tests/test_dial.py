@@ -1,0 +1,129 @@
+"""The choice of what blocks keep: the fastest within a memory, by comparison with all choices that there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from stretto import dial, memory, plan
+from stretto.config import Config, build_config
+from stretto.dial import (
+    CHUNKS,
+    Choice,
+    Needs,
+    Options,
+    choose,
+    decide,
+    fit,
+    follow,
+    list_options,
+    read_options,
+    seconds_again,
+)  # fmt: skip
+from stretto.errors import ConfigError
+from stretto.memory import Keep, list_blocks
+from stretto.ops.attention import MOST_CHANNELS
+
+OPTIONS = [Keep("output"), Keep("output", "product"), Keep("output", "input", "input"), Keep("output", block="input")]
+
+
+def make(preset: str = "gpt2-medium", layers: int = 5, **sections: Any) -> Config:
+    model = {"preset": preset, "layers": layers, "max_len": 512, "vocab": 8192}
+    tree = {"run": {"device": "cuda"}, "data": {"seq_len": 512, "batch_size": 8}, "model": model} | sections
+    return build_config(tree)
+
+
+def translation() -> Config:
+    data = {"task": "translation", "languages": ["en", "de"], "max_tokens": 4096, "seq_len": 64}
+    return make("transformer-base", 2, data=data)
+
+
+def count_seconds(needs: Needs, keeps: tuple[Keep, ...]) -> float:
+    return sum(
+        needs.load.count_tokens(cross) * seconds_again(needs.model, keep, cross, needs.load.longest)
+        for (_, cross), keep in zip(list_blocks(needs.model), keeps, strict=True)
+    )
+
+
+@pytest.mark.parametrize("config", [make(), translation()], ids=["decoder", "encoder-decoder"])
+def test_the_search_is_exact(config: Config) -> None:
+    needs = plan.find_needs(config)
+    every = [Choice(0.0, keeps) for keeps in product(OPTIONS, repeat=len(list_blocks(needs.model)))]
+    known = [(needs.predict(choice).peak, count_seconds(needs, choice.keeps)) for choice in every]
+    most, least = max(peak for peak, _ in known), min(peak for peak, _ in known)
+    for i in range(25):
+        limit = int(least + (most - least) * i / 24)
+        found = fit(needs, OPTIONS, limit)
+        best = min(seconds for peak, seconds in known if peak <= limit)
+        assert found is not None and found.seconds == pytest.approx(best, rel=1e-12)
+        assert needs.predict(found).peak <= limit and found.seconds == pytest.approx(count_seconds(needs, found.keeps))
+    assert fit(needs, OPTIONS, least - 1) is None
+
+
+def test_a_wrong_account_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: what a block needs while it is computed again must count."""
+    needs, right = plan.find_needs(make()), memory.predict
+    least = min(needs.predict(Choice(0.0, keeps)).peak for keeps in product(OPTIONS, repeat=5))
+
+    def forgetful(*arguments: Any) -> Any:
+        account = right(*arguments)
+        return replace(account, during=(*(0 for _ in account.during[:-1]), account.during[-1]))
+
+    monkeypatch.setattr(dial, "predict", forgetful)
+    found = fit(needs, OPTIONS, least - 1)
+    assert found is not None
+    monkeypatch.undo()
+    assert needs.predict(found).peak > least - 1
+
+
+def test_chunks_of_logits_become_smaller_where_that_is_the_cheapest() -> None:
+    config = make("llama-1b", 2, model={"preset": "llama-1b", "layers": 2}, data={"seq_len": 4096, "batch_size": 4})
+    needs, options = plan.find_needs(config), list_options("output", whole=True)
+    roomy = needs.predict(Choice(0.0, (options[0],) * 2)).peak
+    free, tight = choose(needs, options, roomy), choose(needs, options, roomy - 2**30)
+    assert free is not None and free.chunk == 0 and set(free.keeps) == {options[0]}
+    assert tight is not None and tight.chunk > 0 and needs.predict(tight).peak <= roomy - 2**30
+    assert tight.seconds > free.seconds
+
+
+def test_less_memory_never_is_faster() -> None:
+    needs, options = plan.find_needs(make(layers=24)), list_options("output", whole=True)
+    choices = [choose(needs, options, int(gib * 2**30)) for gib in (16, 8, 6, 5, 4.5, 4, 3.5)]
+    seconds = [choice.seconds for choice in choices if choice is not None]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-1] and len(seconds) >= 5
+
+
+def test_what_a_recipe_asks_for() -> None:
+    assert read_options(None, 0).keep == Keep()
+    lean: Any = make(techniques={"lean": {"memory": "50%", "norms": "input"}}).techniques.find_keeping()
+    assert read_options(lean, 2**34).memory == 2**33 and read_options(lean, 2**34).keep.norms == "input"
+    batch: Any = make(techniques={"lean": {"memory": "batch"}}).techniques.find_keeping()
+    assert read_options(batch, 2**34).memory == 0
+
+
+def test_memory_that_cannot_be_met_is_an_answer() -> None:
+    config = make(techniques={"lean": {"memory": "1GiB"}})
+    with pytest.raises(ConfigError, match=r"techniques\.lean: 1\.00 GiB cannot be met: .* about .* GiB, at the"):
+        plan.find_choice(config, plan.find_needs(config))
+    with pytest.raises(ConfigError, match=r"techniques\.lean\.memory = 'much' must be a number of GiB"):
+        make(techniques={"lean": {"memory": "much"}})
+
+
+def test_padded_batches_that_drop_attention_have_no_whole_blocks() -> None:
+    config = make(model={"preset": "gpt2-small", "layers": 24, "max_len": 512, "attention_dropout": 0.1})
+    needs, inside = plan.find_needs(config), list_options("output", whole=False)
+    least = needs.predict(replace(follow(config.model, inside[-1]), chunk=CHUNKS[-1])).peak
+    options = Options(Keep("output"), memory=least - 1)
+    assert any(keep.block == "input" for keep in decide(needs, options, padded=False).keeps)
+    with pytest.raises(ValueError, match="cannot be met"):
+        decide(needs, options, padded=True)
+    assert dial.MOST_CHANNELS == MOST_CHANNELS
+
+
+def test_an_option_that_has_moved_says_where_to() -> None:
+    with pytest.raises(ConfigError, match=r"techniques\.fused\.recompute is gone: write \[techniques\.lean\] instead"):
+        make(techniques={"fused": {"recompute": True}})
+    assert make(techniques={"fused": {"recompute": False}}) == make(techniques={"fused": True})
