@@ -240,6 +240,11 @@ class LeanConfig:
     mlp: Literal["activation", "product", "input"] = "product"  # product: the first one, before the activation
     qkv: Literal["product", "input"] = "product"  # input: queries, keys and values are multiplied again
     blocks: int = 0  # number of blocks, the first ones of each stack, of which nothing but their input is kept
+    # What an activation keeps where the two products around it are separate modules of a Hugging Face model, such as
+    # BERT's, and `mlp` is not "activation": its input; a byte for each element, from which its slope is known to 2.5e-3
+    # (code8); or a bit and its output, which the second product keeps anyway, and its slope to 1.5e-2 (bit). An MLP of
+    # Stretto's own models is one module and keeps less than any of these.
+    activations: Literal["input", "code8", "bit"] = "code8"
 
     def __post_init__(self) -> None:
         _require_not_negative("techniques.lean", self, "blocks")

@@ -222,5 +222,6 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], context: dict[str,
 
 def test_other_models_are_told_what_to_use_instead() -> None:
     technique = Lean(LeanConfig(memory="4GiB", blocks=2), Context(None, DEVICE, "fp32"))
-    (reason,) = technique.check([])
+    without_kernels, reason = technique.check([])
+    assert "plain modules keep what torch keeps" in without_kernels
     assert "memory, blocks: for Stretto's own models; use gradient_checkpointing_enable()" in reason

@@ -27,8 +27,8 @@ from stretto.hf import find, modules, unpad
 from stretto.hf.defer import UNTRIED, Call, Request, Tried, calling
 from stretto.hf.find import NAME, Site, Stack, argument_names, find_activation, find_owners
 from stretto.hf.modules import Parts, is_touched
-from stretto.hf.techniques import Gate, Handles, SwitchedLayer
-from stretto.hf.trial import Journal, Stage, Unit, checked_indices, find_stand_ins, judge_kinds, kind_of
+from stretto.hf.techniques import Gate, Handles, Keeping, SwitchedLayer
+from stretto.hf.trial import ROUGH, Journal, Stage, Unit, checked_indices, find_stand_ins, judge_kinds, kind_of
 from stretto.hf.unpad import Outside, Seat
 from stretto.techniques import Techniques, open_outside
 from stretto.techniques.technique import Context
@@ -238,6 +238,8 @@ class Exchanges:
             self._swap_stacks(units)
         for m, path in heads.items():
             self._swap_head(m, path, losses[m])
+        if self.handles.keeping is not None:
+            self._keep_less(self.handles.keeping, [*units.values(), *losses.values()])
 
     # Before anything is changed
 
@@ -472,6 +474,22 @@ class Exchanges:
         if type(model.get_submodule(path)) is nn.Linear:
             _, problem = self.journal.attempt(change, check)
             self.done.append(Site(f"{self.models[model]}.{outer}".lstrip("."), "loss", head, problem=problem))
+
+    # What is kept
+
+    def _keep_less(self, keeping: Keeping, units: Sequence[Unit | str]) -> None:
+        """After all other trials, whose bound is too tight for it: an activation's slope is coded, and a norm's weight
+        that noise has brought near 0 loses its gradient on the stage. What this trial finds is a model that writes into
+        a tensor that is now kept."""
+
+        def check() -> str | None:
+            some = (unit for unit in units if isinstance(unit, Unit))
+            return next((p for unit in some if (p := self.stage.check(unit, Call(rectangle=True), ROUGH))), None)
+
+        _, problem = self.journal.attempt(partial(keeping.tell_modules, self.model, self.journal), check)
+        if problem:
+            keeping.tell({})
+        self.done.append(Site("", "kept", self.model, problem=problem, remark=", less than before"))
 
 
 def _find_head(model: PreTrainedModel) -> str | None:

@@ -289,7 +289,8 @@ class Pending(Lazy):
         if self.product is not None:
             x = self.product.flatten(0, -2)
             if self.activation is not None:
-                x = activate(x, self.bias, self.activation, self.p, self.key)
+                keep = getattr(self.maker, "stretto_keep", "input")
+                x = activate(x, self.bias, self.activation, self.p, self.key, keep)
             else:
                 x = x if self.bias is None else x + self.bias.to(x.dtype)
                 x = x if self.key is None else dropout(x, self.p, self.key)

@@ -192,15 +192,19 @@ class OnePassNorm(Recognised):
 
 
 class ActivatedLinear(Recognised):
+    stretto_keep = "input"  # what stays of the activation for the backward pass (ops/activation.py)
+
     def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dense, kind = self.child(self.parts.linears[0]), self.parts.activation
         early, late = (dense.bias, None) if kind == "relu" else (None, dense.bias)  # a sign could turn without a bias
-        y = activate(linear(x.flatten(0, -2), weight_of(dense), early), late, kind, 0.0, None)
+        y = activate(linear(x.flatten(0, -2), weight_of(dense), early), late, kind, 0.0, None, self.stretto_keep)
         y = normalise(y, self.child(self.parts.norm)) if self.parts.norm else y
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class WholeMLP(Recognised):
+    stretto_keep = "activation"  # what stays for the backward pass (ops/mlp.py)
+
     def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         parts, bias = self.parts, self.child(self.parts.linears[-1]).bias
         puts_off = parts.defers and current_layer() is not None  # the last bias is added by what follows
@@ -213,7 +217,7 @@ class WholeMLP(Recognised):
     def multiply(self, x: Tensor, bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
         up, down = (self.child(name) for name in self.parts.linears)
         weights = weight_of(up), up.bias, weight_of(down), bias
-        return mlp(x, *weights, self.parts.activation, p, key, keep="activation")
+        return mlp(x, *weights, self.parts.activation, p, key, self.stretto_keep)
 
 
 class WholeGatedMLP(WholeMLP):
@@ -270,6 +274,7 @@ class DeferringLinear(nn.Module):
 
 class DeferringActivation(nn.Module):
     parts: Parts
+    stretto_keep = "input"  # what stays for the backward pass (ops/activation.py)
 
     def forward(self, x: Tensor) -> Tensor:
         if current_layer() is None:
@@ -481,7 +486,7 @@ class RuledNorm(nn.Module):
         weight, bias = (self.weight, getattr(self, "bias", None)) if rule.keeps_affine else (None, None)
         measured = tokens is not None and self.training and torch.is_grad_enabled()
         rows = tokens.weigh(len(x), x.device) if tokens is not None and measured else None
-        return rule.add(branch, x, branch_bias, weight, bias, p, key, False, rows, False)
+        return rule.add(branch, x, branch_bias, weight, bias, p, key, False, rows, reads_output(self))
 
 
 # What several of them compute
@@ -489,7 +494,9 @@ class RuledNorm(nn.Module):
 
 def normalise(x: Tensor, module: Any) -> Tensor:
     x = x.to(norm_dtype(x.dtype, module.weight))
-    return module.add(None, x, None, 0.0, None)[0] if isinstance(module, RuledNorm) else norm(x, *_read_norm(module))
+    if isinstance(module, RuledNorm):
+        return module.add(None, x, None, 0.0, None)[0]
+    return norm(x, *_read_norm(module), from_output=reads_output(module))
 
 
 def add_normalised(
@@ -498,7 +505,13 @@ def add_normalised(
     """The module's result for the sum residual + dropout(branch + branch_bias), and the sum."""
     if isinstance(module, RuledNorm):
         return module.add(branch, residual, branch_bias, p, key)
-    return add_norm(branch, residual, branch_bias, *_read_norm(module), p, key)
+    return add_norm(branch, residual, branch_bias, *_read_norm(module), p, key, from_output=reads_output(module))
+
+
+def reads_output(norm_module: nn.Module) -> bool:
+    """Whether the backward pass of a norm reads what the norm gave. It may be any norm, of a class of ours or not: a
+    part of another module stays what it is."""
+    return bool(getattr(norm_module, "from_output", False))
 
 
 def norm_dtype(dtype: torch.dtype, weight: Tensor) -> torch.dtype:

@@ -10,11 +10,14 @@ Replaced norms. A norm's parameters stay, under a rule of the technique (RuledNo
 told to them before each call of the model around them, by its mask: in packed layers those that the mask keeps,
 elsewhere all of the rectangle but padding. Where a decoder that reads an encoder has no mask, positions without a label
 are padding. Norms in heads stay: a head is given some of the tokens only, and which of them is up to it.
+
+Modules that keep less. Each reads an attribute of its own: a norm `from_output`, which its technique goes on setting
+while the model is trained; MLPs and activations `stretto_keep`. WholeGatedMLP keeps no activation in any case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +28,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE
-from stretto.hf import find
+from stretto.hf import find, modules
 from stretto.hf.defer import compute, current_call
 from stretto.hf.find import Site, Stack, acts_as_norm, argument_names, find_owners, given_arguments, quietly
-from stretto.hf.modules import SAY_STEP, RuledNorm, Tokens, hands_on
+from stretto.hf.modules import SAY_STEP, Recognised, RuledNorm, Tokens, hands_on
 from stretto.hf.trial import Journal, judge_kinds, kind_of
+from stretto.memory import Keep
 from stretto.techniques.technique import POST_NORM, R, Switch
 
 ANOTHER_FUNCTION = ": what save_pretrained writes is another function without it"
@@ -79,6 +83,26 @@ class Around:
     crosses: bool  # whether its layers also attend to an encoder's output
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """What modules are to keep for the backward pass."""
+
+    keep: Keep
+    activations: str
+    tell: Callable[[Mapping[str, nn.Module]], None]  # to be given the norms, by name
+
+    def tell_modules(self, model: nn.Module, journal: Journal) -> None:
+        for module in model.modules():
+            if isinstance(module, modules.WholeMLP) and not isinstance(module, modules.WholeGatedMLP):
+                journal.change(module, "stretto_keep", self.keep.mlp)
+            elif isinstance(module, modules.ActivatedLinear | modules.DeferringActivation):
+                journal.change(module, "stretto_keep", self.activations)
+        norms = find_computed_norms(model)
+        for norm in norms.values():
+            journal.lend(norm, "from_output", False)
+        self.tell(norms)
+
+
 class Handles:
     """What techniques take hold of in one model."""
 
@@ -89,6 +113,7 @@ class Handles:
         self.gates: dict[str, dict[nn.Module, Gate]] = {}  # gates of layers, by the name of the stack
         self.around: dict[PreTrainedModel, Around] = {}  # tokens of former norms, by the model around these
         self.tokens: dict[nn.Module, Tokens] = {}  # tokens of former norms, by the norm
+        self.keeping: Keeping | None = None  # what modules are to keep
 
     def use_kernels(self) -> None:
         self.kernels = True
@@ -118,6 +143,10 @@ class Handles:
     def all_gates(self) -> Iterator[tuple[nn.Module, Gate]]:
         for gates in self.gates.values():
             yield from gates.items()
+
+    def keep_less(self, keep: Keep, activations: str, tell: Callable[[Mapping[str, nn.Module]], None]) -> None:
+        """Notes what modules are to keep; `make_all` tells them, when it is known which they are."""
+        self.keeping = Keeping(keep, activations, tell)
 
     def replace_norms(self, name: str, build: Callable[[int], R]) -> R:
         """Puts a rule in the place of all norms but those of heads, and finds out which tokens count for each."""
@@ -200,6 +229,21 @@ def _inspect(
     passed = tuple(names.get(id(other)) for other in others)
     needed = any(name is None and other is not None for name, other in zip(passed, others, strict=True))
     gates.append(Gate(argument_names(layer), None if isinstance(out, Tensor) else passed, needed))
+
+
+def find_computed_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The norms that our kernels compute, by name, but for those of queries and keys: what these give is rotated, and
+    kept by nobody, while attention keeps what they are given, next to the values."""
+    found = {
+        f"{name}.{module.parts.norm}".lstrip("."): module.child(module.parts.norm)
+        for name, module in model.named_modules()
+        if isinstance(module, Recognised) and module.parts.norm
+    }
+    kinds = modules.OnePassNorm | RuledNorm
+    found |= {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    attention = filter(find.calls_attention_interface, model.modules())
+    heads = {inner for module in attention for inner in module.modules()}
+    return {name: norm for name, norm in found.items() if norm not in heads}
 
 
 def _judge_norms(model: nn.Module, name: str) -> list[Site]:

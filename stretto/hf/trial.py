@@ -31,6 +31,7 @@ from stretto.hf.find import Batch, Site, draw_inputs, in_precision_of, masks_of,
 from stretto.hf.modules import NONE, Parts, Recognised, is_touched, mix, weight_of
 
 TIGHT = 1e-3  # largest distance of results in fp32, relative to their norm
+ROUGH = 0.1  # the same, of gradients from what is kept in fewer bytes
 LEAST = 1e-5  # share of the largest gradient that a gradient of zero, but for rounding, may be off by
 NOISE = 0.25  # share of a parameter's size
 LEAST_NOISE = 0.02  # lower bound of the noise: a scale of nearly zero would hide what it scales
@@ -55,6 +56,11 @@ class Journal:
         self.changes.append((thing, name, _read(thing, name), value))
         setattr(thing, name, value)
 
+    def lend(self, thing: Any, name: str, value: Any) -> None:
+        """A new attribute that its user may set later: it is taken away whatever its value is then."""
+        self.changes.append((thing, name, Missing, Missing))
+        setattr(thing, name, value)
+
     def swap(self, module: nn.Module, ours: type[nn.Module], parts: Parts = NONE) -> None:
         kinds: tuple[Any, Any] = (ours, type(module))
         self.change(module, "__class__", mix(*kinds, parts))
@@ -67,7 +73,7 @@ class Journal:
         from ours for a parametrization, for instance, which goes on working."""
         while len(self.changes) > mark:
             thing, name, before, since = self.changes.pop()
-            if _read(thing, name) is not since:
+            if since is not Missing and _read(thing, name) is not since:
                 continue
             if before is Missing:
                 delattr(thing, name)
@@ -160,13 +166,13 @@ class Stage:
             except Exception as error:
                 problem = f"it cannot be tried: {describe(error)}"
 
-    def check(self, unit: Unit | str, call: Call) -> str | None:
-        """How a module, called in `call`, differs from what it gave untouched."""
+    def check(self, unit: Unit | str, call: Call, bound: float = TIGHT) -> str | None:
+        """How a module, called in `call`, differs from what it gave untouched; `bound` is that of gradients in fp32."""
         if isinstance(unit, str):
             return unit
         with calling(call):
             exact, own = self._run_both(unit.module, unit.inputs, unit.labels)
-        problem = find_difference(exact, unit.exact)
+        problem = find_difference(exact, unit.exact, bound)
         if problem is None and own is not None and unit.own is not None:
             problem = find_loss_of_precision(own, unit.own, unit.exact)
         return problem
@@ -301,8 +307,8 @@ def _differentiate(outputs: Mapping[str, Tensor], parameters: Mapping[str, Tenso
     return {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
 
 
-def find_difference(found: Result, expected: Result) -> str | None:
-    """The first difference between two runs in fp32."""
+def find_difference(found: Result, expected: Result, bound: float = TIGHT) -> str | None:
+    """The first difference between two runs in fp32; `bound` is that of gradients."""
     problem = _find_other_shape(found, expected)
     if problem:
         return problem
@@ -313,7 +319,7 @@ def find_difference(found: Result, expected: Result) -> str | None:
     for name in expected.gradients | found.gradients:
         ours, theirs = found.gradients.get(name), expected.gradients.get(name)
         nothing = torch.zeros_like(theirs if ours is None else ours)  # type: ignore[arg-type]
-        if not _is_near(nothing if ours is None else ours, nothing if theirs is None else theirs, TIGHT, least):
+        if not _is_near(nothing if ours is None else ours, nothing if theirs is None else theirs, bound, least):
             return f"it gives other results (the gradient of {name})"
     return None
 

@@ -15,6 +15,9 @@ rounding of y: the gradient of the stream is as exact as before, and that of the
 A channel whose weight is near 0 has lost its input: every LOOK updates the weights are looked at, between two updates,
 and a norm with such a channel keeps its input from then on. Which norms do is part of the state of a run.
 
+In Hugging Face's models the linear layers around an activation may be separate modules: there the activation keeps its
+slope in a byte, or a bit next to its output (`activations`, ops/coded_activation.py), which is not exact to the bit.
+
 `memory` is a dial over all of this. From the bytes that each choice frees and the time that it costs, an exact search
 finds the fastest combination, block by block, whose peak is within the given memory. The times are a rule, products and
 bytes at the rates of one GPU, so that a resumed run and any number of processes choose alike; of what is then chosen,
@@ -54,11 +57,13 @@ class Lean(Technique):
     def check(self, others: Sequence[Technique]) -> list[str]:
         model, cfg, reasons = self.context.model, self.cfg, []
         again = [key for key in ("memory", "qkv", "blocks") if getattr(cfg, key) != getattr(LeanConfig(), key)]
-        if model is None:
-            way = "use gradient_checkpointing_enable() to compute layers of a Hugging Face model again"
-            return [f"{', '.join(again)}: for Stretto's own models; {way}"] if again else []
         if not any(other.keeps_as_told for other in others):
             reasons.append(f"plain modules keep what torch keeps: set {KERNELS} to true")
+        if model is None:
+            way = "use gradient_checkpointing_enable() to compute layers of a Hugging Face model again"
+            return [*reasons, f"{', '.join(again)}: for Stretto's own models; {way}"] if again else reasons
+        if cfg.activations != LeanConfig().activations:
+            reasons.append("activations: for Hugging Face's models; in Stretto's own, `mlp` says what an MLP keeps")
         if cfg.memory.endswith("%") and self.context.device.type != "cuda":
             reasons.append(f"memory = {cfg.memory!r} is a share of a GPU's memory, and there is none: name GiB")
         if cfg.blocks and (problem := find_problem(model, self.context.padded)):
@@ -88,7 +93,11 @@ class Lean(Technique):
         self._tell_norms({name: model.get_submodule(name) for name in inside})
 
     def attach(self, model: Foreign) -> None:
-        self._tell_norms(model.keep_less(Keep(self.cfg.norms, self.cfg.mlp)))
+        activations = "input" if self.cfg.mlp == "activation" else self.cfg.activations
+        model.keep_less(Keep(self.cfg.norms, self.cfg.mlp), activations, self._watch)
+
+    def _watch(self, norms: Mapping[str, nn.Module]) -> None:
+        self._tell_norms(norms)
         self.look()
 
     def _tell_norms(self, norms: Mapping[str, nn.Module]) -> None:

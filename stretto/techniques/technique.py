@@ -118,8 +118,10 @@ class Foreign(Protocol):
         """Lets modules compute what they compute by the kernels of ops."""
         ...
 
-    def keep_less(self, keep: Keep) -> Mapping[str, nn.Module]:
-        """Tells modules what to keep for the backward pass, as far as they can; returns the norms, by name."""
+    def keep_less(self, keep: Keep, activations: str, tell: Callable[[Mapping[str, nn.Module]], None]) -> None:
+        """Tells modules what to keep for the backward pass, as far as they can: blocks `keep`, activations between
+        products that are modules of their own what ops/activation.py calls `activations`. That is done after all other
+        changes; then `tell` is called with the norms, by name."""
         ...
 
     def replace_norms(self, name: str, build: Callable[[int], R]) -> R:

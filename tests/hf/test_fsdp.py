@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from stretto.hf import set_step
 from tests.hf.families import accelerated, build, draw_batch
 
 PARTS = ("self_attn", "mlp", "attn", "encoder_attn", "intermediate", "output", "fc2", "SelfAttention", "DenseReluDense")
@@ -61,6 +62,20 @@ def test_gradients_are_those_of_the_untouched_model(family: str, units: str) -> 
     found = learn(shard(accelerated(family), units), batch)
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_weights_of_norms_are_looked_at_as_a_whole(family: str) -> None:
+    batch = draw_batch(family)
+    expected = learn(shard(build(family), "layers"), batch)
+    model = accelerated(family, lean={"activations": "input"})
+    norms = [module for module in model.modules() if "from_output" in vars(module)]
+    shard(model, "layers")
+    set_step(model, 0)
+    torch.testing.assert_close(learn(model, batch), expected, rtol=1e-3, atol=1e-5)
+    torch.nn.init.zeros_(norms[1].weight)
+    set_step(model, 64)
+    assert [norm.from_output for norm in norms] == [True, False, *[True] * (len(norms) - 2)]
 
 
 @pytest.mark.parametrize("units", ["layers", "root", "head"])
