@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
-from typing import Literal, Protocol
+from typing import Any
 
 from stretto.config import ModelConfig, read_memory
 from stretto.memory import (
@@ -33,7 +33,7 @@ from stretto.memory import (
     list_blocks,
     mlp_widths,
     predict,
-)  # fmt: skip
+)
 
 MOST_CHANNELS = 128  # of a head in our own attention kernels (ops/attention.py)
 CHUNKS = (0, 4096, 2048, 1024)  # rows of logits at a time
@@ -95,28 +95,8 @@ def seconds_again(cfg: ModelConfig, keep: Keep, cross: bool, longest: int) -> fl
         # Norms and activation move about as many bytes as a block keeps; those of products are in their rate.
         moved = sum(block_bytes(cfg, Keep(), 2, cross).values()) / BYTES
         return products + 4 * seen * cfg.width / ATTENTION + moved
-    mlp = {"activation": 0.0, "product": 2 * inner / BYTES}.get(keep.mlp, 2 * cfg.width * up / PRODUCTS)
-    mlp += 2 * inner / BYTES if keep.mlp == "input" else 0.0
-    return mlp + (2 * cfg.width * heads / PRODUCTS if keep.qkv == "input" else 0.0)
-
-
-class Section(Protocol):
-    """The options of a recipe."""
-
-    @property
-    def memory(self) -> str: ...
-
-    @property
-    def norms(self) -> Literal["input", "output"]: ...
-
-    @property
-    def mlp(self) -> Literal["activation", "product", "input"]: ...
-
-    @property
-    def qkv(self) -> Literal["product", "input"]: ...
-
-    @property
-    def blocks(self) -> int: ...
+    widths = (up if keep.mlp == "input" else 0) + (heads if keep.qkv == "input" else 0)
+    return 2 * cfg.width * widths / PRODUCTS + (0.0 if keep.mlp == "activation" else 2 * inner / BYTES)
 
 
 @dataclass(frozen=True)
@@ -128,8 +108,8 @@ class Options:
     memory: int = 0  # bytes that a step may take; 0: nobody has said
 
 
-def read_options(section: Section | None, card: int) -> Options:
-    """The options of a recipe, on a GPU with so many bytes; None: everything is kept."""
+def read_options(section: Any, card: int) -> Options:
+    """The options of a recipe (config.py), on a GPU with so many bytes; None: everything is kept."""
     if section is None:
         return Options(Keep())
     return Options(Keep(section.norms, section.mlp, section.qkv), section.blocks, read_memory(section.memory, card))

@@ -47,11 +47,11 @@ class Keep:
 
     def describe(self) -> str:
         if self.block == "input":
-            return "their input alone"
-        mlp = {"activation": "the MLP's product and activation", "product": "the MLP's product", "input": ""}[self.mlp]
-        heads = "queries, keys and values" if self.qkv == "product" else ""
-        norms = "inputs and outputs of norms" if self.norms == "input" else "outputs of norms"
-        return " and ".join(filter(None, [norms, heads, mlp]))
+            return "nothing but their input"
+        mlp = {"activation": ["MLP product", "MLP activation"], "product": ["MLP product"], "input": []}[self.mlp]
+        heads = ["queries, keys, values"] if self.qkv == "product" else []
+        norms = ["inputs of norms"] if self.norms == "input" else []
+        return ", ".join([*norms, "outputs of norms", *heads, "attention output", *mlp])
 
 
 EVERYTHING = Keep()
