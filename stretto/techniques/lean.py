@@ -19,9 +19,9 @@ In Hugging Face's models the linear layers around an activation may be separate 
 slope in a byte, or a bit next to its output (`activations`, ops/coded_activation.py), which is not exact to the bit.
 
 `memory` is a dial over all of this. From the bytes that each choice frees and the time that it costs, an exact search
-finds the fastest combination, block by block, whose peak is within the given memory. The times are a rule, products and
-bytes at the rates of one GPU, so that a resumed run and any number of processes choose alike; of what is then chosen,
-nothing changes a number. Rates that are off by a common factor give the same choice.
+finds the fastest combination, block by block, whose peak is within the given memory (dial.py). The times are a rule,
+not measured, so that a resumed run chooses alike. What is chosen changes no number, but for the order in which the
+gradient of an output layer is summed.
 """
 
 from __future__ import annotations
@@ -114,9 +114,10 @@ class Lean(Technique):
     def look(self) -> None:
         """The host waits here for the device, before anything of an update has begun."""
         self.looked = True
-        verdicts = [can_restore(norm.weight, getattr(norm, "bias", None)) for norm in self.norms.values()]
+        norms = [norm for norm in self.norms.values() if norm.weight is not None]
+        verdicts = [can_restore(norm.weight, getattr(norm, "bias", None)) for norm in norms]
         whole = [verdict.full_tensor() if isinstance(verdict, DTensor) else verdict for verdict in verdicts]
-        for norm, good in zip(self.norms.values(), torch.stack(whole).tolist() if whole else [], strict=True):
+        for norm, good in zip(norms, torch.stack(whole).tolist() if whole else [], strict=True):
             norm.from_output = good
 
     def graph_key(self, step: int) -> tuple[str, ...]:
@@ -135,7 +136,7 @@ class Lean(Technique):
         return {"lost": self.find_lost()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in state.get("lost", []):
+        for name in self.norms.keys() & state.get("lost", []):
             self.norms[name].from_output = False
         self.looked = "lost" in state
 
