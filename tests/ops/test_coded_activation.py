@@ -61,7 +61,7 @@ if INTERPRET:  # which cuts numbers off where it should round them to bf16
 def assert_slope(get: Callable[[Tensor], Tensor], kind: str, keep: str, dtype: torch.dtype) -> None:
     largest, relative = (2.501e-3, 2.4e-3) if keep == "code8" else BOUNDS[dtype]
     if keep == "bit" and dtype == torch.bfloat16 and kind != "silu" and not INTERPRET:
-        relative = 2.4e-3  # of silu, whose minimum is deeper, a rounding of h says more
+        relative = 2.4e-3  # silu has 2.5e-3
     for x in grid(dtype), normal(dtype):
         assert float((get(x) - exact_slope(x, kind)).abs().max()) <= largest
     assert error(get(normal(dtype)), exact_slope(normal(dtype), kind)) <= relative
