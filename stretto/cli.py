@@ -127,6 +127,35 @@ def plan(
 
 
 @app.command()
+def numerics(
+    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
+    override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="where the picture goes, an SVG file")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="that share each step")] = 1,
+    probe: Annotated[bool, typer.Option("--probe", help="measure the sums of this machine's 8-bit products")] = False,
+) -> None:
+    """Say how long the sums of a training step are, and what they would lose in 8 bits."""
+    from stretto.config import load_config
+    from stretto.numerics.survey import draw_sums, explain_sums, list_sums
+    from stretto.recipes import find_recipe
+
+    sums, notes = list_sums(load_config(find_recipe(recipe), override), processes)
+    for line in (*notes, *explain_sums(sums)):
+        typer.echo(line)
+    if out is not None:
+        from stretto.files import write_text
+        from stretto.page import EVAL, INK, STYLE, TRAIN
+
+        write_text(out, draw_sums(sums, STYLE, (TRAIN, EVAL, INK)))
+        typer.echo(out)
+    if probe:
+        from stretto.numerics.probe import explain, measure, multiply_on_gpu
+
+        for fast in (False, True):
+            typer.echo(f"use_fast_accum={fast}: {explain(measure(multiply_on_gpu(fast)))}")
+
+
+@app.command()
 def bench(
     workloads: Annotated[list[str] | None, typer.Argument(help="names, or all; without any, they are listed")] = None,
     against: Annotated[
