@@ -94,8 +94,7 @@ def retention_of_whole(n: int, mantissa: int) -> float:
 
 def _retain(n: int, mantissa: int, product: int) -> float:
     """VRR of one level: `losses[r]` is what terms lose until stage r of partial loss is over, in terms."""
-    product = min(product, mantissa)
-    losses = [0.0]
+    product, losses = min(product, mantissa), [0.0]
     for j in range(1, product + 1):
         losses.append(losses[-1] + 2.0 ** (mantissa - 3 * product + j) / 3 * (2**j - 1) * (2 ** (j + 1) - 1))
     weight, kept = _swamped(n, mantissa, losses[product])

@@ -32,8 +32,7 @@ FP32_FRACTION, MOST = 23, 28  # bits of fp32, and those that products of E4M3 ca
 
 def _multiply_rows(multiply: Multiply, gap: int, small: float, places: list[int], last: int, terms: int) -> Tensor:
     """Returns the results of rows with the small product at each of the places, in units of 2^-gap of the large one."""
-    low = max(8 - gap, -6)  # exponents of the first factors: high + 8 - (low - 6) = gap
-    high = gap + low - 14
+    low, high = max(8 - gap, -6), max(gap - 20, -6)  # exponents of the first factors: high + 8 - (low - 6) = gap
     a, b = torch.zeros(len(places), terms, dtype=torch.float64), torch.full((terms, 16), 2.0**-6, dtype=torch.float64)
     a[:, 0], a[:, last] = 2.0**high, -(2.0**high)
     b[[0, last]] = 2.0**8

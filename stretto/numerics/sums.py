@@ -49,8 +49,7 @@ def accumulate(
     generator: torch.Generator | None = None, outer: Format | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the sums [T] of terms [T, n], added up as `multiply` adds up its products."""
-    ones = torch.ones(terms.shape[1], 1, dtype=torch.float64)
-    return multiply(terms, ones, form, chunk, rounding, generator, outer)[:, 0]
+    return multiply(terms, torch.ones(terms.shape[1], 1), form, chunk, rounding, generator, outer)[:, 0]
 
 
 @dataclass(frozen=True)

@@ -99,10 +99,8 @@ def list_sums(config: Config, processes: int = 1) -> tuple[list[Sum], list[str]]
         found.append(Sum(f"{name}, wgrad", rows, term, chunk=chunk if chunk < rows else 0, coherent=True))
     seen = load.tokens // load.labels if cfg.kind == "vit" else min(config.data.seq_len, cfg.window or 2**62)
     queries = seen * cfg.heads // (cfg.kv_heads or cfg.heads)  # that share a key
-    found += [
-        Sum("attention, P V", seen, term, coherent=True),
-        Sum("attention, dK and dV", queries, term, coherent=True),
-    ]
+    attention = {"P V": seen, "dK and dV": queries}
+    found += [Sum(f"attention, {name}", length, term, coherent=True) for name, length in attention.items()]
     gradient = FACTOR_BITS["fp32" if GRADIENT_BYTES[way.weights] == 4 else "bf16"]
     travels = gradient if config.parallel.data == "replicate" else 23  # as parallel/data.py sums what is sharded
     moment, wide = FACTOR_BITS[way.moments], 23 if kernels else factor
@@ -126,9 +124,8 @@ def explain_sums(sums: list[Sum]) -> Iterator[str]:
     first = f"{'sum':35}{'terms':>9}{'bits':>6}{'in':>5}{'chunk':>8}{'error':>10}{by:>9}"
     yield f"{first}{'VRR':>6}{by:>8}{'fp8':>10}{by:>9}  fp8 on Hopper"
     for one in sums:
-        chunk = f"{one.chunk:,}" if one.chunk else "-"
         fp8 = [f"{one.fp8_error(promote):.1e}" if one.product else "-" for promote in (0, PROMOTE)]
-        first = f"{one.name:35}{one.length:>9,}{one.term:>6}{one.mantissa:>5}{chunk:>8}{one.error():>10.1e}"
+        first = f"{one.name:35}{one.length:>9,}{one.term:>6}{one.mantissa:>5}{one.chunk or '-':>8}{one.error():>10.1e}"
         second = f"{one.error(PROMOTE):>9.1e}{one.required():>6}{one.required(PROMOTE):>8}{fp8[0]:>10}{fp8[1]:>9}"
         yield f"{first}{second}  {one.verdict()}"
 
@@ -157,8 +154,7 @@ def draw_sums(sums: list[Sum], style: dict[Any, Any], colours: tuple[str, str, s
                 offset, side = ((-6, 4), "right") if coherent else ((4, -8), "left")
                 label = axes.annotate(text, place, offset, textcoords="offset points", ha=side, fontsize=7)
                 label.set(rotation=0 if coherent else -20, rotation_mode="anchor")
-        today = [Sum("", round(n), 0).error() for n in lengths]
-        axes.loglog(lengths, today, ":", color=colours[2], label="16-bit products, fp32 sums")
+        axes.loglog(lengths, [sqrt(noise(n, 23)) for n in lengths], ":", color=colours[2], label="16-bit factors, fp32")
         axes.axhline(TOLERANCE, color=colours[2], linewidth=0.6)
         axes.set(xlim=(lengths[0], lengths[-1]), ylim=(1e-6, 1))
         axes.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(1, 0.4))
