@@ -110,7 +110,7 @@ def make_job(name: str, contestant: str, device: str, lean: dict[str, Any] | Non
     return Job(name, contestant, sizes, recipe, **options)
 
 
-def shape(name: str, device: str, sizes: dict[str, int]) -> Workload:
+def shape(name: str, device: str, sizes: dict[str, Any]) -> Workload:
     return replace(fit_to_device(ALL[name], device), **sizes)
 
 
@@ -129,7 +129,11 @@ def run(job: Job) -> Numbers:
             contestant = replace(contestant, passes=job.passes)
         warm_up(contestant, len(draws), rt.device)
         seconds, loss = time_passes(contestant, len(draws), -(-job.steps // len(draws)), rt.device)
-        numbers = {"rows": workload.rows, "loss": loss, "tokens_per_s": work.tokens / statistics.median(seconds)}
+        numbers: Numbers = {
+            "rows": workload.rows,
+            "loss": loss,
+            "tokens_per_s": work.tokens / statistics.median(seconds),
+        }
         numbers |= {"tokens": work.tokens // len(draws), "allocated_gib": memory_gib(rt.device)}
         numbers["reserved_gib"] = torch.cuda.max_memory_reserved(rt.device) / GIB if on_gpu else None
         return numbers | ({} if "hf" in job.contestant else predict(config, [form(draw, config) for draw in draws]))

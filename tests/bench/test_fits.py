@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from bench import fits
 from bench.fits import CONTESTANTS, FULL, SETTINGS, app, compare, find_most, make_job, ran_out
-from stretto.bench.contest import TINY
+from stretto.bench import measure
+from stretto.bench.contest import TINY, describe_run
 from stretto.bench.workloads import WORKLOADS
 from stretto.config import build_config
 from stretto.errors import ConfigError, OutOfMemoryError
@@ -23,8 +24,11 @@ BERT, GPT2, ROBERTA = fits.SEARCHED
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """Runs jobs in this process, which has imported everything, and notes what they were."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other where cores are busy
+    monkeypatch.setattr(measure, "MOST_WARM_UP_PASSES", 3)
     monkeypatch.setattr(fits, "choose_device", lambda: torch.device("cpu"))
     jobs = list[dict[str, Any]]()
 
@@ -35,7 +39,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return json.loads(stem.with_suffix(".json").read_text())
 
     monkeypatch.setattr(fits, "run_apart", run_here)
-    return jobs
+    yield jobs
+    torch.set_num_threads(threads)
 
 
 def run(*arguments: str) -> str:
@@ -108,11 +113,11 @@ def test_long_on_a_cpu(asked: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_what_is_measured_is_not_measured_again(
     asked: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments, facts = ("long", "--model", "llama-1b", "--tokens", "64", "--out", str(tmp_path)), fits.describe_run
+    arguments = ("long", "--model", "llama-1b", "--tokens", "64", "--out", str(tmp_path))
     for commit, runs in (("a", 1), ("a", 1), ("b", 2), ("b-dirty", 3), ("b-dirty", 4)):
 
         def describe(*given: Any, commit: str = commit) -> dict[str, Any]:
-            found = facts(*given)
+            found = describe_run(*given)
             return found | {"environment": found["environment"] | {"commit": commit}}
 
         monkeypatch.setattr(fits, "describe_run", describe)
