@@ -83,8 +83,9 @@ def _use_liger(model: Any) -> None:
 
 
 def build_accelerated(
-    config: Config, own: Mapping[str, Any], draws: Sequence[Batch], device: torch.device, lean: bool = False
+    config: Config, own: Mapping[str, Any], draws: Sequence[Batch], device: torch.device, **more: Any
 ) -> Contestant:
+    """`more` are techniques that an accelerated model has only if it is told."""
     from stretto.hf import Step, accelerate, report  # imports transformers
 
     precision = resolve_precision(config.train.precision, device)
@@ -94,7 +95,7 @@ def build_accelerated(
         raise ConfigError(f"{names}: the accelerated model takes its weights and moments from there; leave it on")
     weights = techniques.parameter_dtype
     model, parameters = _build(config, own, weights, device)
-    print(report(accelerate(model, lean=lean)), flush=True)
+    print(report(accelerate(model, **more)), flush=True)
     optimizer = build_optimizer(model, config.optim, techniques.build_optimizer)
     assert isinstance(optimizer, FlatAdamW)
     step = Step(model, optimizer, config.optim.clip)

@@ -62,7 +62,8 @@ def build_contestant(name: str, config: Config, workload: Workload, draws: Seque
     if name.startswith("hf "):
         return peers.build_peer(config, workload.own, draws, name.removeprefix("hf "), rt.device, weights)
     if name.startswith("stretto hf"):
-        return peers.build_accelerated(config, workload.own, draws, rt.device, lean=name.endswith("lean"))
+        techniques = dict.fromkeys(name.split()[2:], True)  # "stretto hf NAME" has that technique, too
+        return peers.build_accelerated(config, workload.own, draws, rt.device, **techniques)
     return build_ours(config, draws, rt, weights)
 
 
