@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -154,6 +155,19 @@ def test_a_tensor_is_made_again_once_for_each_backward_pass() -> None:
         assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted)
     assert len(calls) == 3
     assert not torch.equal(torch.autograd.grad(run(lambda: x.detach() * 3), x)[0], wanted), "the control"
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
+    x, kept = torch.randn(3, 4, requires_grad=True), []
+
+    def run() -> None:
+        y = x * 2
+        with forgetting(y, lambda: x.detach() * 2):
+            out = y.exp().exp()  # each of which keeps its result
+        kept.append(weakref.ref(out))
+
+    run()
+    assert kept[0]() is None
 
 
 # Norms whose output has lost their input.
