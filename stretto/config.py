@@ -21,7 +21,8 @@ from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)|batch")
-MOVED = {"techniques.fused.recompute": "techniques.lean"}  # keys of earlier versions, and what does their work now
+# Keys of earlier versions, and what does the same now.
+MOVED = {"techniques.fused.recompute": "[techniques.lean] with norms = 'input'"}
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class FusedConfig:
 class LeanConfig:
     # The memory that training may take, such as "16GiB", or a share of the GPU's, such as "80%": what is kept for the
     # backward pass is then chosen block by block, as much as fits, and `mlp`, `qkv` and `blocks` are not asked. batch:
-    # what costs hardly any time is not kept, and the log says how large a batch the GPU could then take.
+    # no limit, as without it; `stretto plan --memory --gpu-memory` says how large a batch a GPU could then take.
     memory: str = ""
     # What is kept for the backward pass; what follows from it is computed again there, with the same bits.
     norms: Literal["input", "output"] = "output"  # output: kept anyway; gradients of a norm's scale are rounded once
@@ -252,6 +253,11 @@ class LeanConfig:
             not self.memory or _MEMORY.fullmatch(self.memory) is not None,
             f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', a share of the GPU's"
             " memory, such as '80%', or 'batch'",
+        )
+        number, unit = _MEMORY.fullmatch(self.memory).groups() if self.memory else (None, None)  # type: ignore[union-attr]
+        _require(
+            number is None or (float(number) > 0 and (unit != "%" or float(number) <= 100)),
+            f"techniques.lean.memory = {self.memory!r} must be more than nothing, and at most all of the GPU's memory",
         )
 
 
@@ -490,7 +496,7 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
     for key in values:
         moved = MOVED.get(f"{name}.{key}")
         if moved and values[key]:
-            raise ConfigError(f"{name}.{key} is gone: write [{moved}] instead")
+            raise ConfigError(f"{name}.{key} is gone: write {moved} instead")
         if key not in known and not moved:
             raise ConfigError(f"unknown key {name}.{key}{_nearest(key, known)}")
     preset = values.get("preset")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -52,11 +53,13 @@ def test_what_is_computed_again_has_the_same_bits(name: str, way: str) -> None:
     assert_equal(again, kept)
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("form", ["packed", "padded"])
 @pytest.mark.parametrize("name", ["decoder", "encoder", "encoder-decoder"])
-def test_blocks_that_drop_attention_drop_the_same_again(name: str, form: str) -> None:
-    """By a key of their own: two runs of the block within one step give one loss and the gradient of that loss."""
-    cfg = replace(KINDS[name], **DROPPING)
+def test_blocks_that_drop_attention_drop_the_same_again(name: str, form: str, alone: bool) -> None:
+    """By a key of their own: two runs of the block within one step give one loss and the gradient of that loss.
+    `alone`: nothing else is dropped, so that without these blocks there would be no keys."""
+    cfg = replace(KINDS[name], **{"attention_dropout": 0.1} if alone else DROPPING)
     if form == "padded":
         with pytest.raises(ConfigError, match=r"blocks: with data\.layout = 'padded', attention_dropout"):
             chosen = TechniquesConfig(fused=FusedConfig(), lean=lean(blocks=1))
@@ -152,6 +155,19 @@ def test_a_tensor_is_made_again_once_for_each_backward_pass() -> None:
         assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted)
     assert len(calls) == 3
     assert not torch.equal(torch.autograd.grad(run(lambda: x.detach() * 3), x)[0], wanted), "the control"
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
+    x, kept = torch.randn(3, 4, requires_grad=True), []
+
+    def run() -> None:
+        y = x * 2
+        with forgetting(y, lambda: x.detach() * 2):
+            out = y.exp().exp()  # each of which keeps its result
+        kept.append(weakref.ref(out))
+
+    run()
+    assert kept[0]() is None
 
 
 # Norms whose output has lost their input.
