@@ -282,6 +282,11 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], context: dict[str,
         apply_techniques(build_model(cfg), chosen, DEVICE, **context)
 
 
+def test_a_memory_without_a_limit_is_nothing_to_refuse() -> None:
+    chosen = TechniquesConfig(fused=FusedConfig(), lean=LeanConfig(memory="batch"))
+    apply_techniques(build_model(CONFIGS["decoder"]), chosen, DEVICE, compiled=True)
+
+
 def test_other_models_are_told_what_to_use_instead() -> None:
     technique = Lean(LeanConfig(memory="4GiB", blocks=2), Context(None, DEVICE, "fp32"))
     without_kernels, reason = technique.check([])
