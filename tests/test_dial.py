@@ -152,6 +152,6 @@ def test_padded_batches_that_drop_attention_have_no_whole_blocks() -> None:
 
 
 def test_an_option_that_has_moved_says_where_to() -> None:
-    with pytest.raises(ConfigError, match=r"recompute is gone: write \[techniques\.lean\] with norms = 'input' instead"):
+    with pytest.raises(ConfigError, match=r"is gone: write \[techniques\.lean\] with norms = 'input' instead"):
         make(techniques={"fused": {"recompute": True}})
     assert make(techniques={"fused": {"recompute": False}}) == make(techniques={"fused": True})

@@ -16,7 +16,18 @@ from stretto.model import Model, build_model, sites
 from stretto.ops.remake import forgetting
 from stretto.techniques.lean import LOOK, Lean
 from stretto.techniques.technique import At, Context
-from tests.models import CONFIGS, DEVICE, KINDS, apply_techniques, build, learn, make_batch, materialise
+from tests.models import (
+    CONFIGS,
+    DEVICE,
+    KINDS,
+    Sample,
+    apply_techniques,
+    build,
+    collate,
+    learn,
+    make_batch,
+    materialise,
+)
 
 DROPPING: dict[str, Any] = {"dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.1}
 # What is computed again with the same bits: all but the norms' own choice.
@@ -170,6 +181,14 @@ def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
     assert kept[0]() is None
 
 
+@pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
+def test_a_batch_without_tokens(name: str) -> None:
+    cfg = KINDS[name]
+    batch = collate(cfg, [Sample.draw(0, 0, 0)]).to(DEVICE)
+    found = learn(build(cfg, FusedConfig(), lean=lean(mlp="input", qkv="input", blocks=1)), batch)
+    assert_equal(found, learn(build(cfg, FusedConfig()), batch))
+
+
 # Norms whose output has lost their input.
 
 
@@ -208,6 +227,17 @@ def test_a_norm_with_a_weight_near_zero_keeps_its_input() -> None:
         norm.weight[3] = 1.0
     technique.begin(2 * LOOK, 1.0, None)
     assert norm.from_output and technique.graph_key(0) == before
+
+
+def test_a_run_that_goes_on_with_norms_from_outputs_looks_at_them_first() -> None:
+    before = open_lean(build_model(CONFIGS["decoder"]), norms="input")
+    before.begin(LOOK, 1.0, None)
+    model = build_model(CONFIGS["decoder"])
+    resumed, name = open_lean(model), "decoder.blocks.0.mlp_norm"
+    nn.init.zeros_(model.get_parameter(f"{name}.weight"))
+    resumed.load_state_dict(before.state_dict())
+    resumed.begin(LOOK + 1, 1.0, None)
+    assert resumed.find_lost() == [name]
 
 
 @pytest.mark.parametrize("name", ["decoder", "encoder"])
@@ -250,6 +280,11 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], context: dict[str,
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         apply_techniques(build_model(cfg), chosen, DEVICE, **context)
+
+
+def test_a_memory_without_a_limit_is_nothing_to_refuse() -> None:
+    chosen = TechniquesConfig(fused=FusedConfig(), lean=LeanConfig(memory="batch"))
+    apply_techniques(build_model(CONFIGS["decoder"]), chosen, DEVICE, compiled=True)
 
 
 def test_other_models_are_told_what_to_use_instead() -> None:
