@@ -21,8 +21,6 @@ from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)|batch")
-# Keys of earlier versions, and what does the same now.
-MOVED = {"techniques.fused.recompute": "[techniques.lean] with norms = 'input'"}
 
 
 @dataclass(frozen=True)
@@ -466,10 +464,21 @@ def build_config(tree: Mapping[str, Any]) -> Config:
             raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}")
         if not isinstance(section, Mapping):
             raise ConfigError(f"{name} must be a section: write [{name}] and its keys below")
+    tree = _read_former(tree)
     data, init = tree.get("data", {}), tree.get("model", {}).get("init")
     if init and data.get("task") != "images":
         tree = {**tree, "data": {"tokenizer": init, **data}}
     return Config(**{name: _build_section(name, sections[name], tree.get(name, {})) for name in sections})
+
+
+def _read_former(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A recipe, or the configuration of a run, of a version in which `fused` had a key that `lean` has the work of."""
+    chosen = tree.get("techniques", {})
+    if not isinstance(chosen.get("fused"), Mapping) or "recompute" not in chosen["fused"]:
+        return tree
+    fused = {key: value for key, value in chosen["fused"].items() if key != "recompute"}
+    again = {"lean": {"norms": "input"}} if chosen["fused"]["recompute"] is True else {}
+    return {**tree, "techniques": {**again, **chosen, "fused": fused}}
 
 
 def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
@@ -494,10 +503,7 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
     hints = get_type_hints(section)
     known = {item.name: hints[item.name] for item in fields(section)}
     for key in values:
-        moved = MOVED.get(f"{name}.{key}")
-        if moved and values[key]:
-            raise ConfigError(f"{name}.{key} is gone: write {moved} instead")
-        if key not in known and not moved:
+        if key not in known:
             raise ConfigError(f"unknown key {name}.{key}{_nearest(key, known)}")
     preset = values.get("preset")
     if name == "model" and preset:
@@ -508,8 +514,7 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
     said_all = {"layers", "vocab", "token_types", "image_size"} <= values.keys()
     if name == "model" and values.get("init") and not said_all:
         values = _start_from(_convert("model.init", str, values["init"]), values)
-    given = {key: value for key, value in values.items() if key in known}
-    return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in given.items()})
+    return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in values.items()})
 
 
 def _start_from(init: str, said: Mapping[str, Any]) -> dict[str, Any]:

@@ -151,7 +151,9 @@ def test_padded_batches_that_drop_attention_have_no_whole_blocks() -> None:
     assert dial.MOST_CHANNELS == MOST_CHANNELS
 
 
-def test_an_option_that_has_moved_says_where_to() -> None:
-    with pytest.raises(ConfigError, match=r"is gone: write \[techniques\.lean\] with norms = 'input' instead"):
-        make(techniques={"fused": {"recompute": True}})
+def test_a_configuration_of_a_former_version_means_what_it_meant() -> None:
+    again = make(techniques={"fused": {"recompute": True, "moments": "bf16"}})
+    assert again == make(techniques={"fused": {"moments": "bf16"}, "lean": {"norms": "input"}})
     assert make(techniques={"fused": {"recompute": False}}) == make(techniques={"fused": True})
+    own = {"fused": {"recompute": True}, "lean": {"mlp": "input"}}
+    assert make(techniques=own) == make(techniques=own | {"fused": True})
