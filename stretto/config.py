@@ -21,7 +21,6 @@ from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)|batch")
-MOVED = {"techniques.fused.recompute": "techniques.lean"}  # keys of earlier versions, and what does their work now
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ class FusedConfig:
 class LeanConfig:
     # The memory that training may take, such as "16GiB", or a share of the GPU's, such as "80%": what is kept for the
     # backward pass is then chosen block by block, as much as fits, and `mlp`, `qkv` and `blocks` are not asked. batch:
-    # what costs hardly any time is not kept, and the log says how large a batch the GPU could then take.
+    # no limit, as without it; `stretto plan --memory --gpu-memory` says how large a batch a GPU could then take.
     memory: str = ""
     # What is kept for the backward pass; what follows from it is computed again there, with the same bits.
     norms: Literal["input", "output"] = "output"  # output: kept anyway; gradients of a norm's scale are rounded once
@@ -252,6 +251,11 @@ class LeanConfig:
             not self.memory or _MEMORY.fullmatch(self.memory) is not None,
             f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', a share of the GPU's"
             " memory, such as '80%', or 'batch'",
+        )
+        number, unit = _MEMORY.fullmatch(self.memory).groups() if self.memory else (None, None)  # type: ignore[union-attr]
+        _require(
+            number is None or (float(number) > 0 and (unit != "%" or float(number) <= 100)),
+            f"techniques.lean.memory = {self.memory!r} must be more than nothing, and at most all of the GPU's memory",
         )
 
 
@@ -460,10 +464,21 @@ def build_config(tree: Mapping[str, Any]) -> Config:
             raise ConfigError(f"unknown section [{name}]{_nearest(name, sections)}")
         if not isinstance(section, Mapping):
             raise ConfigError(f"{name} must be a section: write [{name}] and its keys below")
+    tree = _read_former(tree)
     data, init = tree.get("data", {}), tree.get("model", {}).get("init")
     if init and data.get("task") != "images":
         tree = {**tree, "data": {"tokenizer": init, **data}}
     return Config(**{name: _build_section(name, sections[name], tree.get(name, {})) for name in sections})
+
+
+def _read_former(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A recipe, or the configuration of a run, of a version in which `fused` had a key that `lean` has the work of."""
+    chosen = tree.get("techniques", {})
+    if not isinstance(chosen.get("fused"), Mapping) or "recompute" not in chosen["fused"]:
+        return tree
+    fused = {key: value for key, value in chosen["fused"].items() if key != "recompute"}
+    again = {"lean": {"norms": "input"}} if chosen["fused"]["recompute"] is True else {}
+    return {**tree, "techniques": {**again, **chosen, "fused": fused}}
 
 
 def build_model_config(values: Mapping[str, Any]) -> ModelConfig:
@@ -488,10 +503,7 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
     hints = get_type_hints(section)
     known = {item.name: hints[item.name] for item in fields(section)}
     for key in values:
-        moved = MOVED.get(f"{name}.{key}")
-        if moved and values[key]:
-            raise ConfigError(f"{name}.{key} is gone: write [{moved}] instead")
-        if key not in known and not moved:
+        if key not in known:
             raise ConfigError(f"unknown key {name}.{key}{_nearest(key, known)}")
     preset = values.get("preset")
     if name == "model" and preset:
@@ -502,8 +514,7 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
     said_all = {"layers", "vocab", "token_types", "image_size"} <= values.keys()
     if name == "model" and values.get("init") and not said_all:
         values = _start_from(_convert("model.init", str, values["init"]), values)
-    given = {key: value for key, value in values.items() if key in known}
-    return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in given.items()})
+    return section(**{key: _convert(f"{name}.{key}", known[key], value) for key, value in values.items()})
 
 
 def _start_from(init: str, said: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,9 +122,10 @@ def decide(needs: Needs, options: Options, padded: bool) -> Choice:
     ladder = list_options(options.keep.norms, whole=not find_problem(needs.model, padded))
     choice = choose(needs, ladder, options.memory)
     if choice is None:
-        least = needs.predict(replace(follow(needs.model, ladder[-1]), chunk=CHUNKS[-1]))
+        each = (needs.predict(replace(follow(needs.model, keep), chunk=CHUNKS[-1])) for keep in ladder)
+        least = min(each, key=lambda account: account.peak)
         raise ValueError(
-            f"{options.memory / 2**30:.2f} GiB cannot be met: with all blocks computed again a step takes about"
+            f"{options.memory / 2**30:.2f} GiB cannot be met: with as little kept as can be a step takes about"
             f" {least.peak / 2**30:.2f} GiB, at the {least.peak_at}; make the batch smaller, or split the weights over"
             " processes (parallel.data = 'shard')"
         )

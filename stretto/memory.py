@@ -249,13 +249,14 @@ def outside_bytes(cfg: ModelConfig, load: Load, way: Way) -> dict[str, int]:
 def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> list[dict[str, int]]:
     """Returns what each block keeps, by role, in the order of the forward pass."""
     kept = []
+    again = any(keep.block == "input" for keep in keeps)  # then attention drops by these keys, too
     for (_, cross), keep in zip(list_blocks(cfg), keeps, strict=True):
         tokens = load.count_tokens(cross)
         per_token = block_bytes(cfg, keep, way.element, cross, load.attention)
         found = Counter({role: size * tokens for role, size in per_token.items()})
         if cross:  # made by one product for all blocks
             found["queries, keys, values"] += 2 * cfg.width * load.source * way.element
-        if cfg.dropout or cfg.activation_dropout:
+        if cfg.dropout or cfg.activation_dropout or (again and cfg.attention_dropout):
             found["keys of dropout"] += BLOCK_KEYS * KEY
         kept.append(dict(found))
     return kept

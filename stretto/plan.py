@@ -40,6 +40,10 @@ def find_needs(config: Config, size: int = 0, parts: int = 1, shards: int = 1) -
 def find_choice(config: Config, needs: Needs, card: int = 0) -> Choice:
     """What blocks keep by the recipe, on a GPU with so many bytes."""
     section = config.techniques.find_keeping()
+    if section is not None and section.memory.endswith("%") and not card:
+        raise ConfigError(
+            f"{KEEPING}.memory = {section.memory!r} is a share of a GPU's memory: say by --gpu-memory how much that is"
+        )
     try:
         return decide(needs, read_options(section, card), config.data.layout == "padded")
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -112,6 +113,33 @@ def test_memory_that_cannot_be_met_is_an_answer() -> None:
         make(techniques={"lean": {"memory": "much"}})
 
 
+@pytest.mark.parametrize("memory", ["0GiB", "0.0%", "120%"])
+def test_a_limit_that_is_none_is_refused(memory: str) -> None:
+    """Nothing would otherwise mean that there is no limit."""
+    with pytest.raises(ConfigError, match=rf"memory = '{memory}' must be more than nothing, and at most all"):
+        make(techniques={"lean": {"memory": memory}})
+
+
+def test_a_share_of_a_gpu_that_nobody_has_named_is_refused() -> None:
+    config = make(techniques={"lean": {"memory": "80%"}})
+    with pytest.raises(ConfigError, match=r"memory = '80%' is a share of a GPU's memory: .* --gpu-memory"):
+        plan.find_choice(config, plan.find_needs(config))
+    assert len(plan.find_choice(config, plan.find_needs(config), 2**40).keeps) == 5
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.1])
+def test_the_least_that_is_named_can_be_met(dropped: float) -> None:
+    """Of few blocks, one that is computed again as a whole is more than one that keeps its norms' outputs."""
+    config = make(layers=1, model={"preset": "gpt2-small", "layers": 1, "attention_dropout": dropped})
+    needs, padded = plan.find_needs(config), dropped > 0
+    with pytest.raises(ValueError, match="cannot be met: with as little kept as can be") as raised:
+        decide(needs, Options(Keep("output"), memory=2**20), padded)
+    gib = float(re.search(r"about ([\d.]+) GiB", str(raised.value))[1])  # type: ignore[index]
+    assert decide(needs, Options(Keep("output"), memory=int((gib + 0.01) * 2**30)), padded)
+    with pytest.raises(ValueError, match="cannot be met"):
+        decide(needs, Options(Keep("output"), memory=int((gib - 0.01) * 2**30)), padded)
+
+
 def test_padded_batches_that_drop_attention_have_no_whole_blocks() -> None:
     config = make(model={"preset": "gpt2-small", "layers": 24, "max_len": 512, "attention_dropout": 0.1})
     needs, inside = plan.find_needs(config), list_options("output", whole=False)
@@ -123,7 +151,9 @@ def test_padded_batches_that_drop_attention_have_no_whole_blocks() -> None:
     assert dial.MOST_CHANNELS == MOST_CHANNELS
 
 
-def test_an_option_that_has_moved_says_where_to() -> None:
-    with pytest.raises(ConfigError, match=r"techniques\.fused\.recompute is gone: write \[techniques\.lean\] instead"):
-        make(techniques={"fused": {"recompute": True}})
+def test_a_configuration_of_a_former_version_means_what_it_meant() -> None:
+    again = make(techniques={"fused": {"recompute": True, "moments": "bf16"}})
+    assert again == make(techniques={"fused": {"moments": "bf16"}, "lean": {"norms": "input"}})
     assert make(techniques={"fused": {"recompute": False}}) == make(techniques={"fused": True})
+    own = {"fused": {"recompute": True}, "lean": {"mlp": "input"}}
+    assert make(techniques=own) == make(techniques=own | {"fused": True})

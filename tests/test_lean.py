@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,18 @@ from stretto.model import Model, build_model, sites
 from stretto.ops.remake import forgetting
 from stretto.techniques.lean import LOOK, Lean
 from stretto.techniques.technique import At, Context
-from tests.models import CONFIGS, DEVICE, KINDS, apply_techniques, build, learn, make_batch, materialise
+from tests.models import (
+    CONFIGS,
+    DEVICE,
+    KINDS,
+    Sample,
+    apply_techniques,
+    build,
+    collate,
+    learn,
+    make_batch,
+    materialise,
+)
 
 DROPPING: dict[str, Any] = {"dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.1}
 # What is computed again with the same bits: all but the norms' own choice.
@@ -52,11 +64,13 @@ def test_what_is_computed_again_has_the_same_bits(name: str, way: str) -> None:
     assert_equal(again, kept)
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("form", ["packed", "padded"])
 @pytest.mark.parametrize("name", ["decoder", "encoder", "encoder-decoder"])
-def test_blocks_that_drop_attention_drop_the_same_again(name: str, form: str) -> None:
-    """By a key of their own: two runs of the block within one step give one loss and the gradient of that loss."""
-    cfg = replace(KINDS[name], **DROPPING)
+def test_blocks_that_drop_attention_drop_the_same_again(name: str, form: str, alone: bool) -> None:
+    """By a key of their own: two runs of the block within one step give one loss and the gradient of that loss.
+    `alone`: nothing else is dropped, so that without these blocks there would be no keys."""
+    cfg = replace(KINDS[name], **{"attention_dropout": 0.1} if alone else DROPPING)
     if form == "padded":
         with pytest.raises(ConfigError, match=r"blocks: with data\.layout = 'padded', attention_dropout"):
             chosen = TechniquesConfig(fused=FusedConfig(), lean=lean(blocks=1))
@@ -154,6 +168,27 @@ def test_a_tensor_is_made_again_once_for_each_backward_pass() -> None:
     assert not torch.equal(torch.autograd.grad(run(lambda: x.detach() * 3), x)[0], wanted), "the control"
 
 
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
+    x, kept = torch.randn(3, 4, requires_grad=True), []
+
+    def run() -> None:
+        y = x * 2
+        with forgetting(y, lambda: x.detach() * 2):
+            out = y.exp().exp()  # each of which keeps its result
+        kept.append(weakref.ref(out))
+
+    run()
+    assert kept[0]() is None
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
+def test_a_batch_without_tokens(name: str) -> None:
+    cfg = KINDS[name]
+    batch = collate(cfg, [Sample.draw(0, 0, 0)]).to(DEVICE)
+    found = learn(build(cfg, FusedConfig(), lean=lean(mlp="input", qkv="input", blocks=1)), batch)
+    assert_equal(found, learn(build(cfg, FusedConfig()), batch))
+
+
 # Norms whose output has lost their input.
 
 
@@ -192,6 +227,17 @@ def test_a_norm_with_a_weight_near_zero_keeps_its_input() -> None:
         norm.weight[3] = 1.0
     technique.begin(2 * LOOK, 1.0, None)
     assert norm.from_output and technique.graph_key(0) == before
+
+
+def test_a_run_that_goes_on_with_norms_from_outputs_looks_at_them_first() -> None:
+    before = open_lean(build_model(CONFIGS["decoder"]), norms="input")
+    before.begin(LOOK, 1.0, None)
+    model = build_model(CONFIGS["decoder"])
+    resumed, name = open_lean(model), "decoder.blocks.0.mlp_norm"
+    nn.init.zeros_(model.get_parameter(f"{name}.weight"))
+    resumed.load_state_dict(before.state_dict())
+    resumed.begin(LOOK + 1, 1.0, None)
+    assert resumed.find_lost() == [name]
 
 
 @pytest.mark.parametrize("name", ["decoder", "encoder"])
@@ -234,6 +280,11 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], context: dict[str,
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         apply_techniques(build_model(cfg), chosen, DEVICE, **context)
+
+
+def test_a_memory_without_a_limit_is_nothing_to_refuse() -> None:
+    chosen = TechniquesConfig(fused=FusedConfig(), lean=LeanConfig(memory="batch"))
+    apply_techniques(build_model(CONFIGS["decoder"]), chosen, DEVICE, compiled=True)
 
 
 def test_other_models_are_told_what_to_use_instead() -> None:

@@ -181,6 +181,12 @@ def test_dropout_keeps_keys_and_words(name: str, drop: str) -> None:
     assert counted == predicted
 
 
+def test_blocks_that_drop_attention_again_keep_keys() -> None:
+    cfg = replace(MODELS["decoder"], attention_dropout=0.1)
+    counted, predicted = count_difference(cfg, SETTINGS["inputs of blocks"], "bf16", "layers")
+    assert counted == predicted
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", MODELS)

@@ -157,10 +157,15 @@ def find_obstacle(workload: Workload, contestant: str, device: torch.device) -> 
 
 
 def run_job(job: Job, steps: int) -> dict[str, Any]:
-    recipe, log, result = (job.stem.with_suffix(suffix) for suffix in (".toml", ".log", ".json"))
+    arguments = [job.workload, job.contestant, str(steps), str(job.stem.with_suffix(".toml"))]
+    return run_apart("stretto.bench.worker", arguments, job.stem)
+
+
+def run_apart(module: str, arguments: Sequence[str], stem: Path) -> dict[str, Any]:
+    """Runs a module in a process of its own; returns what it writes to the file that is its last argument."""
+    log, result = (stem.with_suffix(suffix) for suffix in (".log", ".json"))
     result.unlink(missing_ok=True)
-    arguments = [job.workload, job.contestant, str(steps), str(recipe), str(result)]
-    command = [sys.executable, "-m", "stretto.bench.worker", *arguments]
+    command = [sys.executable, "-m", module, *arguments, str(result)]
     with log.open("w", encoding="utf-8") as file:
         try:
             done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT_S)

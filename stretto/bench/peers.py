@@ -30,9 +30,10 @@ from stretto.precision import autocast, resolve_precision
 from stretto.techniques import find_optimizers, open_techniques
 from stretto.techniques.technique import Context
 
-# How each is compiled; None: not at all. "liger" is eager, with Liger-Kernel's modules in the place of some.
+# How each is compiled; None: not at all. "liger" is eager, with Liger-Kernel's modules in the place of some;
+# "checkpoint" is eager, and computes layers again in the backward pass.
 MODES: dict[str, dict[str, str] | None] = {
-    "eager": None, "compile": {}, "graphs": {"mode": "reduce-overhead"}, "liger": None,
+    "eager": None, "compile": {}, "graphs": {"mode": "reduce-overhead"}, "liger": None, "checkpoint": None,
 }  # fmt: skip
 
 
@@ -43,6 +44,9 @@ def build_peer(
     model, parameters = _build(config, own, weights, device)
     if mode == "liger":
         _use_liger(model)
+    if mode == "checkpoint":
+        recompute: Any = model
+        recompute.gradient_checkpointing_enable({"use_reentrant": False})
     options = MODES[mode]
     called: Any = model if options is None else torch.compile(model, **options)  # type: ignore[call-overload]
     batches = [{name: t.to(device) for name, t in to_inputs(draw, config.model).items()} for draw in draws]
@@ -79,8 +83,9 @@ def _use_liger(model: Any) -> None:
 
 
 def build_accelerated(
-    config: Config, own: Mapping[str, Any], draws: Sequence[Batch], device: torch.device
+    config: Config, own: Mapping[str, Any], draws: Sequence[Batch], device: torch.device, **more: Any
 ) -> Contestant:
+    """`more` are techniques that an accelerated model has only if it is told."""
     from stretto.hf import Step, accelerate, report  # imports transformers
 
     precision = resolve_precision(config.train.precision, device)
@@ -90,7 +95,7 @@ def build_accelerated(
         raise ConfigError(f"{names}: the accelerated model takes its weights and moments from there; leave it on")
     weights = techniques.parameter_dtype
     model, parameters = _build(config, own, weights, device)
-    print(report(accelerate(model)), flush=True)
+    print(report(accelerate(model, **more)), flush=True)
     optimizer = build_optimizer(model, config.optim, techniques.build_optimizer)
     assert isinstance(optimizer, FlatAdamW)
     step = Step(model, optimizer, config.optim.clip)

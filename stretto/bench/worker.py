@@ -25,7 +25,7 @@ from stretto.batch import Batch, Counts
 from stretto.bench import peers
 from stretto.bench.batches import draw_batches
 from stretto.bench.measure import Contestant, Work, measure
-from stretto.bench.workloads import WORKLOADS, fit_to_device
+from stretto.bench.workloads import WORKLOADS, Workload, fit_to_device
 from stretto.buckets import to_bucket
 from stretto.build import build, describe_context, run_step
 from stretto.config import Config, load_config
@@ -46,20 +46,25 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
     with runtime.start(config.run) as rt:
         workload = fit_to_device(WORKLOADS[workload_name], rt.device.type)
         precision = PRECISIONS[resolve_precision(config.train.precision, rt.device)]
-        weights = torch.bfloat16 if workload.bf16_weights else torch.float32
         draws = draw_batches(workload, config.model)
+        contestant = build_contestant(name, config, workload, draws, rt)
         counts: list[Counts] = []  # of "stretto hf" none: it has all padding outside of layers, hardly any inside
         if name.startswith("hf "):
-            mode = name.removeprefix("hf ")
-            contestant = peers.build_peer(config, workload.own, draws, mode, rt.device, weights)
             counts = [peers.count(draw, config.model) for draw in draws]
-        elif name == "stretto hf":
-            contestant = peers.build_accelerated(config, workload.own, draws, rt.device)
-        else:
-            contestant = build_ours(config, draws, rt, weights)
+        elif name != "stretto hf":
             counts = [form(draw, config).counts for draw in draws]
         filler = sum(c.padding for c in counts) / sum(c.all_slots for c in counts) if counts else None
         return measure(contestant, count_work(config, draws, rt), steps, rt.device, precision) | {"filler": filler}
+
+
+def build_contestant(name: str, config: Config, workload: Workload, draws: Sequence[Batch], rt: Runtime) -> Contestant:
+    weights = torch.bfloat16 if workload.bf16_weights else torch.float32
+    if name.startswith("hf "):
+        return peers.build_peer(config, workload.own, draws, name.removeprefix("hf "), rt.device, weights)
+    if name.startswith("stretto hf"):
+        techniques = dict.fromkeys(name.split()[2:], True)  # "stretto hf NAME" has that technique, too
+        return peers.build_accelerated(config, workload.own, draws, rt.device, **techniques)
+    return build_ours(config, draws, rt, weights)
 
 
 def build_ours(config: Config, draws: Sequence[Batch], rt: Runtime, weights: torch.dtype) -> Contestant:

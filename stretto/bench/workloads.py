@@ -97,6 +97,10 @@ def fit_to_device(workload: Workload, device_type: str) -> Workload:
         scale = length / workload.length
         lengths = LogNormal(lengths.median * scale, lengths.sigma, max(round(lengths.shortest * scale), 1), length)
     tiny = {"layers": 2, "width": 64, "heads": 4, "mlp_width": 128, "vocab": 512, "image_size": 32}
+    theirs = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 512}
+    if "hidden_size" in workload.own:
+        theirs = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                  "vocab_size": 512}  # fmt: skip
     return replace(
         workload,
         model=workload.model | tiny | ({"kv_heads": 2} if "kv_heads" in workload.model else {}),
@@ -107,6 +111,5 @@ def fit_to_device(workload: Workload, device_type: str) -> Workload:
         num_batches=2,
         bf16_weights=False,
         source_length=min(workload.source_length, 96),
-        own=workload.own
-        and workload.own | {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 512},
+        own=workload.own and workload.own | theirs,
     )

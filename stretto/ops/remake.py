@@ -35,8 +35,8 @@ def forgetting(tensor: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
 
     def pack(saved: Tensor) -> Tensor | View:
         nonlocal num_views
-        if saved.untyped_storage().data_ptr() != storage:
-            return saved
+        if not storage or saved.untyped_storage().data_ptr() != storage:  # all tensors without elements lie at 0
+            return saved.detach()  # a result that knew its operation, which keeps it, would be a cycle that nobody sees
         num_views += 1
         return View(saved.size(), saved.stride(), int(saved.storage_offset()))
 

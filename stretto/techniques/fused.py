@@ -162,10 +162,13 @@ class FusedStack(Stack):
         return last.add(pending, x, self.norm, keys[-1][0], layout)[0] if last.pre_norm else x
 
     def draw_keys(self, x: Tensor) -> list[Keys]:
-        """The keys of dropout, for each block and for the norm after the last."""
+        """The keys of dropout, for each block and for the norm after the last. Attention that is computed once needs
+        none: its kernels draw for themselves."""
         first = self.blocks[0]
         assert isinstance(first, FusedBlock)
-        if not self.training or first.dropout == first.mlp.dropout == 0.0:
+        again = any(block.keep.block == "input" for block in self.blocks)  # type: ignore[union-attr]
+        drops = first.dropout or first.mlp.dropout or (again and first.attention.dropout)
+        if not self.training or not drops:
             return [(None,) * FusedBlock.KEYS] * (len(self.blocks) + 1)
         keys = draw_keys(x, (len(self.blocks) + 1) * FusedBlock.KEYS).unbind()
         return [keys[i : i + FusedBlock.KEYS] for i in range(0, len(keys), FusedBlock.KEYS)]

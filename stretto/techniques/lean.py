@@ -21,7 +21,7 @@ slope in a byte, or a bit next to its output (`activations`, ops/coded_activatio
 `memory` is a dial over all of this. From the bytes that each choice frees and the time that it costs, an exact search
 finds the fastest combination, block by block, whose peak is within the given memory (dial.py). The times are a rule,
 not measured, so that a resumed run chooses alike. What is chosen changes no number, but for the order in which the
-gradient of an output layer is summed.
+gradient of an output layer is summed, and for what attention drops in blocks that are computed again as a whole.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Lean(Technique):
 
     def check(self, others: Sequence[Technique]) -> list[str]:
         model, cfg, reasons = self.context.model, self.cfg, []
-        again = [key for key in ("memory", "qkv", "blocks") if getattr(cfg, key) != getattr(LeanConfig(), key)]
+        usual = LeanConfig(memory="batch" if cfg.memory == "batch" else "")  # which computes nothing more than usual
+        again = [key for key in ("memory", "qkv", "blocks") if getattr(cfg, key) != getattr(usual, key)]
         if not any(other.keeps_as_told for other in others):
             reasons.append(f"plain modules keep what torch keeps: set {KERNELS} to true")
         if model is None:
@@ -133,7 +134,7 @@ class Lean(Technique):
         return {"norms_keeping_input": float(lost)} if lost else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lost": self.find_lost()}
+        return {"lost": self.find_lost()} if self.norms else {}  # where none were told, none were looked at
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.norms.keys() & state.get("lost", []):
