@@ -51,7 +51,7 @@ def norms_of(model: nn.Module) -> dict[str, bool]:
 
 
 def lost(model: nn.Module) -> list[str]:
-    found: list[str] = techniques_of(model).state_dict()["lean"]["lost"]
+    found: list[str] = techniques_of(model).state_dict().get("lean", {}).get("lost", [])
     return found
 
 
