@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
 
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)|batch")
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)")
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,7 @@ class FusedConfig:
 @dataclass(frozen=True)
 class LeanConfig:
     # The memory that training may take, such as "16GiB", or a share of the GPU's, such as "80%": what is kept for the
-    # backward pass is then chosen block by block, as much as fits, and `mlp`, `qkv` and `blocks` are not asked. batch:
-    # no limit, as without it; `stretto plan --memory --gpu-memory` says how large a batch a GPU could then take.
+    # backward pass is then chosen block by block, as much as fits, and `mlp`, `qkv` and `blocks` are not asked.
     memory: str = ""
     # What is kept for the backward pass; what follows from it is computed again there, with the same bits.
     norms: Literal["input", "output"] = "output"  # output: kept anyway; gradients of a norm's scale are rounded once
@@ -249,12 +248,12 @@ class LeanConfig:
         _require_not_negative("techniques.lean", self, "blocks")
         _require(
             not self.memory or _MEMORY.fullmatch(self.memory) is not None,
-            f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', a share of the GPU's"
-            " memory, such as '80%', or 'batch'",
+            f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', or a share of the"
+            " GPU's memory, such as '80%'",
         )
-        number, unit = _MEMORY.fullmatch(self.memory).groups() if self.memory else (None, None)  # type: ignore[union-attr]
+        share = read_memory(self.memory, 10**9)  # of a GPU with so many bytes
         _require(
-            number is None or (float(number) > 0 and (unit != "%" or float(number) <= 100)),
+            not self.memory or (share > 0 and (share <= 10**9 or not self.memory.endswith("%"))),
             f"techniques.lean.memory = {self.memory!r} must be more than nothing, and at most all of the GPU's memory",
         )
 
@@ -451,7 +450,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read_memory(value: str, card: int) -> int:
     """The bytes that techniques.lean.memory allows, of a GPU with so many; 0: it sets no limit."""
     found = _MEMORY.fullmatch(value)
-    if found is None or found[1] is None:
+    if found is None:
         return 0
     return int(float(found[1]) * (2**30 if found[2] == "GiB" else card / 100))
 

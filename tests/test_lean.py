@@ -282,8 +282,8 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], context: dict[str,
         apply_techniques(build_model(cfg), chosen, DEVICE, **context)
 
 
-def test_a_memory_without_a_limit_is_nothing_to_refuse() -> None:
-    chosen = TechniquesConfig(fused=FusedConfig(), lean=LeanConfig(memory="batch"))
+def test_compiled_models_may_keep_less() -> None:
+    chosen = TechniquesConfig(fused=FusedConfig(), lean=LeanConfig())
     apply_techniques(build_model(CONFIGS["decoder"]), chosen, DEVICE, compiled=True)
 
 

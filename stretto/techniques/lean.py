@@ -56,8 +56,7 @@ class Lean(Technique):
 
     def check(self, others: Sequence[Technique]) -> list[str]:
         model, cfg, reasons = self.context.model, self.cfg, []
-        usual = LeanConfig(memory="batch" if cfg.memory == "batch" else "")  # which computes nothing more than usual
-        again = [key for key in ("memory", "qkv", "blocks") if getattr(cfg, key) != getattr(usual, key)]
+        again = [key for key in ("memory", "qkv", "blocks") if getattr(cfg, key) != getattr(LeanConfig(), key)]
         if not any(other.keeps_as_told for other in others):
             reasons.append(f"plain modules keep what torch keeps: set {KERNELS} to true")
         if model is None:
