@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +157,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention, cross attention where there is an encoder to look at, and the MLP, each a residual branch."""
 
+    by_place = False  # what is dropped must depend on nothing that ran before, in any process
+
     def __init__(self, cfg: ModelConfig, causal: bool, cross: bool) -> None:
         super().__init__()
         self.pre_norm, self.dropout = cfg.norm_order == "pre", cfg.dropout
@@ -211,17 +213,26 @@ class Stack(nn.Module):
         memory_layout: Layout | None = None,
         cache: Cache | None = None,
         depth: Depth | None = None,
+        stretch: range | None = None,
     ) -> Tensor:
+        """`stretch`: only these blocks run, from the stream in front of the first of them to that behind the last."""
         rotary = None if self.rope is None else rotary_angles(positions, *self.rope)
-        for i, share in self.shares(depth).items():
+        for i, share in self.shares(depth, stretch).items():
             past = cache.layers[i] if cache is not None else None
             cross_past = cache.cross[i] if cache is not None and cache.cross else None
             x = self.blocks[i](x, layout, rotary, memory, memory_layout, past, cross_past, share)
-        return self.norm(x)
+        return x if self.goes_on(stretch) else self.norm(x)
 
-    def shares(self, depth: Depth | None) -> dict[int, Share]:
+    def shares(self, depth: Depth | None, stretch: range | None = None) -> dict[int, Share]:
         """What each block that works on a batch does, by its number; other blocks leave the stream as it is."""
-        return dict.fromkeys(range(len(self.blocks)), EVERYTHING) if depth is None else depth.shares()
+        some = range(len(self.blocks)) if stretch is None else stretch
+        if depth is None:
+            return dict.fromkeys(some, EVERYTHING)
+        return {number: share for number, share in depth.shares().items() if number in some}
+
+    def goes_on(self, stretch: range | None) -> bool:
+        """Whether blocks are left behind this stretch."""
+        return stretch is not None and stretch.stop < len(self.blocks)
 
 
 class _Take(torch.autograd.Function):
@@ -352,12 +363,17 @@ class Model(nn.Module):
 
     def forward(self, batch: Batch, with_logits: bool = False) -> Any:
         """The summed loss; with what it is computed from, if that is wanted."""
-        smoothing = self.cfg.label_smoothing if self.training else 0.0
         if isinstance(self.head, LMHead) and not with_logits:
-            return self.head.loss(self.features(batch), self._table(), batch.labels, smoothing)
+            return self.compute_loss(self.head, self.features(batch), batch)
         logits = self.logits(batch)
-        loss = summed_loss(logits, batch.labels, smoothing)
+        loss = summed_loss(logits, batch.labels, self._smoothing())
         return (loss, logits) if with_logits else loss
+
+    def compute_loss(self, head: LMHead, features: Tensor, batch: Batch) -> Tensor:
+        return head.loss(features, self._table(), batch.labels, self._smoothing())
+
+    def _smoothing(self) -> float:
+        return self.cfg.label_smoothing if self.training else 0.0
 
     def _table(self) -> Tensor:
         """The token embedding, which a language-model head may be tied to."""
@@ -388,34 +404,57 @@ class Writer(Model):
         return self.head(x.view(rows, new, -1)[:, -1], self.embedding.table)
 
 
-class Decoder(Writer):
+class Chain(Model):
+    """A model of one stack. All that a block needs is the batch and what the block in front of it has made, so the
+    model can be run in stretches."""
+
+    embedding: Embedding
+    stack_name: ClassVar[str]
+
+    @property
+    def stack(self) -> Stack:
+        return getattr(self, self.stack_name)
+
+    def features(self, batch: Batch) -> Tensor:
+        return self.pick(self.run(batch), batch)
+
+    def run(self, batch: Batch, x: Tensor | None = None, stretch: range | None = None) -> Tensor:
+        """The stream behind these blocks, from that in front of them; from the tokens if there is none."""
+        inputs = _given(batch.inputs)
+        x = self.embedding(inputs) if x is None else x
+        depth = batch.depths.get(self.stack_name)
+        return self.stack(x, inputs.positions, inputs.layout, depth=depth, stretch=stretch)
+
+    def pick(self, x: Tensor, batch: Batch) -> Tensor:
+        """What the head reads of the stream behind the last block."""
+        return x
+
+
+class Decoder(Writer, Chain):
+    stack_name = "decoder"
+
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(cfg)
         self.embedding = Embedding(cfg)
         self.decoder = Stack(cfg, cfg.layers, causal=True)
         self.head = LMHead(cfg)
 
-    def features(self, batch: Batch) -> Tensor:
-        inputs = _given(batch.inputs)
-        depth = batch.depths.get("decoder")
-        return self.decoder(self.embedding(inputs), inputs.positions, inputs.layout, depth=depth)
-
     def start(self) -> Cache:
         return Cache([LayerCache() for _ in self.decoder.blocks])
 
 
-class Encoder(Model):
+class Encoder(Chain):
+    stack_name = "encoder"
+
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(cfg)
         self.embedding = Embedding(cfg)
         self.encoder = Stack(cfg, cfg.layers)
         self.head = ClassHead(cfg) if cfg.classes else LMHead(cfg)
 
-    def features(self, batch: Batch) -> Tensor:
-        inputs = _given(batch.inputs)
-        depth = batch.depths.get("encoder")
-        x = self.encoder(self.embedding(inputs), inputs.positions, inputs.layout, depth=depth)
+    def pick(self, x: Tensor, batch: Batch) -> Tensor:
         if isinstance(self.head, ClassHead):
+            inputs = _given(batch.inputs)
             return x[inputs.layout.offsets[:-1].clamp(max=x.shape[0] - 1)]  # an empty sequence has no token of its own
         return x if batch.label_at is None else x[batch.label_at]
 

@@ -147,29 +147,39 @@ class FusedStack(Stack):
         memory_layout: Layout | None = None,
         cache: Cache | None = None,
         depth: Depth | None = None,
+        stretch: range | None = None,
     ) -> Tensor:
         if cache is not None:
             return super().forward(x, positions, layout, memory, memory_layout, cache)
         rotary = None if self.rope is None else rotary_angles(positions, *self.rope)
-        keys, shares = self.draw_keys(x), self.shares(depth)
+        keys, shares = self.draw_keys(x, stretch), self.shares(depth, stretch)
         memories = {} if memory is None else self.project_memory(memory, shares)
-        last = self.blocks[-1]
-        assert isinstance(last, FusedBlock)
+        last = self.find_blocks()[-1]
         pending = NOTHING if last.pre_norm else Branch(x)
         for i, share in shares.items():
             parts = {"share": share, "pending": pending, "keys": keys[i], "memory_kv": memories.get(i)}
             x, pending = self.blocks[i](x, layout, rotary, memory, memory_layout, **parts)
-        return last.add(pending, x, self.norm, keys[-1][0], layout)[0] if last.pre_norm else x
+        if not last.pre_norm:
+            return x
+        if stretch is not None and self.goes_on(stretch):  # the norm that would add the branch is in the next stretch
+            return x if pending.out is None else last.settle(pending, x, keys[stretch.stop][0], layout)
+        return last.add(pending, x, self.norm, keys[-1][0], layout)[0]
 
-    def draw_keys(self, x: Tensor) -> list[Keys]:
-        """The keys of dropout, for each block and for the norm after the last. Attention that is computed once needs
-        none: its kernels draw for themselves."""
-        first = self.blocks[0]
-        assert isinstance(first, FusedBlock)
-        again = any(block.keep.block == "input" for block in self.blocks)  # type: ignore[union-attr]
-        drops = first.dropout or first.mlp.dropout or (again and first.attention.dropout)
+    def find_blocks(self) -> list[FusedBlock]:
+        """Those that are here: others may be in other processes."""
+        return [block for block in self.blocks if isinstance(block, FusedBlock)]
+
+    def draw_keys(self, x: Tensor, stretch: range | None) -> list[Keys]:
+        """The keys of dropout, for each block and for the norm after the last: all of them, whatever the stretch, so
+        that a block drops the same in every cut. Attention that is computed once in the place where torch's generator
+        stands for it needs none: its kernels draw for themselves."""
+        first, blocks = self.find_blocks()[0], self.find_blocks()
+        by_key = any(block.drops_by_key for block in blocks)
+        drops = first.dropout or first.mlp.dropout or (by_key and first.attention.dropout)
         if not self.training or not drops:
             return [(None,) * FusedBlock.KEYS] * (len(self.blocks) + 1)
+        if stretch is not None and stretch.start > 0 and first.dropout:
+            draw_keys(x, 1)  # the embedding, which is elsewhere, has drawn first
         keys = draw_keys(x, (len(self.blocks) + 1) * FusedBlock.KEYS).unbind()
         return [keys[i : i + FusedBlock.KEYS] for i in range(0, len(keys), FusedBlock.KEYS)]
 
@@ -190,6 +200,12 @@ class FusedStack(Stack):
 class FusedBlock(Block):
     KEYS = 6  # places that drop: in front of up to three norms, inside the MLP, and in up to two attentions
     keep = Keep()  # for the backward pass
+
+    @property
+    def drops_by_key(self) -> bool:
+        """Attention drops by a key, not by the state of torch's generator: when it is computed again, that state is
+        another one, and so it is in a process that has not run the blocks in front."""
+        return self.keep.block == "input" or self.by_place
 
     def forward(  # type: ignore[override]  # the stream, and what the next norm needs besides it
         self,
@@ -293,6 +309,7 @@ class FusedBlock(Block):
     def settle(self, branch: Branch, x: Tensor, key: Tensor | None, layout: Layout) -> Tensor:
         """The stream with the last branch added to it, where the next norm cannot do that."""
         out, p = add_bias(branch), self.dropout if self.training else 0.0
+        out = out if branch.scale is None else (branch.scale * out).to(out.dtype)
         return x + (out if key is None else dropout(out, p, key, find_rows(layout)))
 
     def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
@@ -301,7 +318,7 @@ class FusedBlock(Block):
         angles = () if rotary is None else (rotary.cos, rotary.sin)
         made_of = (h, at.qkv.weight, at.qkv.bias, parts, *angles)
         q, k, v = project_heads(*made_of)
-        p, by_key = at.dropout if self.training else 0.0, self.keep.block == "input"
+        p, by_key = at.dropout if self.training else 0.0, self.drops_by_key
         with self.keeping(q, made_of):
             out = attend(q, k, v, layout, layout, at.causal, p, key=key, window=at.window, by_key=by_key).flatten(1)
         return Branch(linear(out, at.out.weight), at.out.bias)
@@ -320,7 +337,7 @@ class FusedBlock(Block):
         made_of = (h, at.q.weight, at.q.bias, [at.heads])
         (q,) = project_heads(*made_of)
         k, v = kv or project_heads(memory, at.kv.weight, at.kv.bias, [at.heads, at.heads])
-        p, by_key = at.dropout if self.training else 0.0, self.keep.block == "input"
+        p, by_key = at.dropout if self.training else 0.0, self.drops_by_key
         with self.keeping(q, made_of):
             out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key, by_key=by_key).flatten(1)
         return Branch(linear(out, at.out.weight), at.out.bias)
