@@ -103,7 +103,11 @@ class FlatAdamW(torch.optim.Optimizer):
 
     Kernels write weights by their addresses, where autograd does not see it. So a step counts as a change of every
     weight that has a gradient: a backward pass that needs the weights as they were is refused, as torch refuses it.
+    With `renews`, a step gives every such weight new memory instead: who still holds a tensor over the old memory
+    (`p.detach()`) has the weights as they were, which costs no copy.
     """
+
+    renews = False
 
     _step_supports_amp_scaling = True  # GradScaler then sets these two, and does not wait for the device
     found_inf: Tensor
@@ -155,6 +159,7 @@ class FlatAdamW(torch.optim.Optimizer):
         self._norm: Tensor | None = None  # from `clip` to `step`
         self._limit = math.inf
         self._recording = False
+        self._fresh: dict[int, Tensor] = {}  # new memory of weights, by their number, from `_aim` to the end of a step
 
     def _views(self, place: Place, p: Tensor) -> dict[str, Tensor]:
         flats = {"exp_avg": self._flat.exp_avg, "exp_avg_sq": self._flat.exp_avg_sq}
@@ -182,10 +187,14 @@ class FlatAdamW(torch.optim.Optimizer):
         if types != self._grad_types:
             self._grad_types = types
             self._launches = self._plan()
+        if self.renews:
+            self._fresh = {i: torch.empty_like(self._params[i]).detach() for i, there in enumerate(present) if there}
         for _, launch in self._launches:
+            weights = {place.number: _local(self._params[place.number]) for place in launch.places}
             launch.aim(
-                [_local(self._params[place.number]) for place in launch.places],
-                [_local(grad) if (grad := grads[place.number]) is not None else None for place in launch.places],
+                list(weights.values()),
+                [_local(grad) if (grad := grads[number]) is not None else None for number in weights],
+                [self._fresh.get(number, weight) for number, weight in weights.items()],
             )
         if present != self._present:
             self._present = present
@@ -236,8 +245,11 @@ class FlatAdamW(torch.optim.Optimizer):
         )
         for _, launch in self._launches:
             launch.update(flat, control, self._rule)
-        if not self._recording:
+        for number, fresh in self._fresh.items():
+            self._params[number].data = fresh
+        if not self._recording and not self._fresh:
             increment_version(self._written)
+        self._fresh = {}
         self._norm, self._limit = None, math.inf
         return loss
 

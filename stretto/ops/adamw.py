@@ -21,6 +21,9 @@ Moments may be bf16 too, rounded in the same way: with beta2 = 0.999, v would st
 random bits of an element are a hash of (seed, t, parameter, place in the whole parameter), so they are the same on any
 number of processes. All arithmetic is fp32 without fused multiply-add: every way of keeping weights rounds alike.
 
+A launch may write the new weights to other memory than it reads the old ones from, so that a backward pass which is
+still to come finds them as they were. Then a step that is not applied copies them.
+
 Bytes per weight, read and written: fp32 28, split 26, bf16 with bf16 moments 14. The norm reads each gradient before.
 These are plain functions, not custom ops: a table of addresses is nothing that a compiler could see through.
 """
@@ -106,11 +109,14 @@ def round_ref(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isnan(), x, high.view(torch.float32)).bfloat16()
 
 
-def adamw_ref(param: Tensor, grad: Tensor, place: Place, state: Workspace, control: Control, rule: Rule) -> None:
-    """One parameter's update, in place; the definition of correct."""
+def adamw_ref(
+    param: Tensor, out: Tensor, grad: Tensor, place: Place, state: Workspace, control: Control, rule: Rule
+) -> None:
+    """One parameter's update, from `param` to `out`, which may be the same; the definition of correct."""
     if not control.applied:
+        out.copy_(param)
         return
-    param, grad = param.view(-1), grad.reshape(-1)
+    param, out, grad = param.view(-1), out.view(-1), grad.reshape(-1)
     exp_avg, exp_avg_sq = place.of(state.exp_avg), place.of(state.exp_avg_sq)
     low = place.of(state.low) if state.low is not None and param.dtype == torch.bfloat16 else None
     lr, decay = state.rates[place.group]
@@ -131,12 +137,12 @@ def adamw_ref(param: Tensor, grad: Tensor, place: Place, state: Workspace, contr
     exp_avg_sq.copy_(v)
     if low is not None:
         high, rest = split(weight)
-        param.copy_(high)
+        out.copy_(high)
         low.copy_(rest)
     elif param.dtype == torch.bfloat16:
-        param.copy_(round_ref(weight, _bits_ref(place, state) >> 16))
+        out.copy_(round_ref(weight, _bits_ref(place, state) >> 16))
     else:
-        param.copy_(weight)
+        out.copy_(weight)
 
 
 def _bits_ref(place: Place, state: Workspace) -> Tensor:
@@ -155,7 +161,7 @@ def _sqrt(x: Tensor) -> Tensor:
 def _open_chunk(rows_ptr, chunks_ptr, CHUNK: tl.constexpr):
     """Returns this program's row of the table, its first element in the parameter, and its number of elements."""
     chunk = chunks_ptr + 2 * tl.program_id(0)
-    row = rows_ptr + 8 * tl.load(chunk)
+    row = rows_ptr + 9 * tl.load(chunk)
     begin = tl.load(chunk + 1).to(tl.int64) * CHUNK
     count = tl.minimum(tl.load(row + 2) - begin, CHUNK).to(tl.int32)
     return row, begin, count
@@ -197,8 +203,15 @@ def _round(x, bits):
 
 
 @jit
+def _copy(param_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + i, tl.load(param_ptr + i, mask=i < count), mask=i < count)
+
+
+@jit
 def _update(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
+    param_ptr, out_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
     factor, rest1, beta2, rest2, eps, keep, lr, unroot, first, second,
     UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -231,7 +244,7 @@ def _update(
             weight = high.to(tl.float32, bitcast=True)
         elif param_ptr.dtype.element_ty == tl.bfloat16:
             weight = _round(weight, bits >> 16)
-        tl.store(param_ptr + i, weight.to(param_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + i, weight.to(param_ptr.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -240,10 +253,12 @@ def _adamw_kernel(
     applied_ptr, corrections_ptr, norm_ptr, scale_ptr, limit, rest1, beta2, rest2, eps,
     PARAM: tl.constexpr, GRAD: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(applied_ptr) == 0:
-        return
     row, begin, count = _open_chunk(rows_ptr, chunks_ptr, CHUNK)
-    param, grad = tl.load(row), tl.load(row + 1)
+    param, grad, out = tl.load(row), tl.load(row + 1), tl.load(row + 8)
+    if tl.load(applied_ptr) == 0:
+        if out != param:
+            _copy(_at(param, begin, PARAM, 1), _at(out, begin, PARAM, 1), count, BLOCK)
+        return
     place, col = tl.load(row + 3) + begin, tl.load(row + 4) + begin
     number, group = tl.load(row + 5), tl.load(row + 6)
     exp_avg_ptr = tl.multiple_of(exp_avg_ptr + place, 16)
@@ -260,12 +275,14 @@ def _adamw_kernel(
     first, second = row_words(keys_ptr + 2 * number, number)
     if (tl.load(row + 7) != 0) & (count % 16 == 0):
         _update(
-            _at(param, begin, PARAM, 16), _at(grad, begin, GRAD, 16), exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
+            _at(param, begin, PARAM, 16), _at(out, begin, PARAM, 16), _at(grad, begin, GRAD, 16),
+            exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
             factor, rest1, beta2, rest2, eps, keep, lr, unroot, first, second, 16, BLOCK,
         )  # fmt: skip
     else:
         _update(
-            _at(param, begin, PARAM, 1), _at(grad, begin, GRAD, 1), exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
+            _at(param, begin, PARAM, 1), _at(out, begin, PARAM, 1), _at(grad, begin, GRAD, 1),
+            exp_avg_ptr, exp_avg_sq_ptr, low_ptr, count, col,
             factor, rest1, beta2, rest2, eps, keep, lr, unroot, first, second, 1, BLOCK,
         )  # fmt: skip
 
@@ -278,14 +295,16 @@ class Launch:
     ) -> None:
         self.places, self.param_type, self.grad_type, self.device = places, param_type, grad_type, device
         self.params: Sequence[Tensor] = ()
+        self.outs: Sequence[Tensor] = ()
         self.grads: Sequence[Tensor | None] = ()
         if not self.runs_kernels:
             return
         self._addresses: list[int] = []
         self._recording = False
         self._lengths = torch.tensor([place.length for place in places], device="cpu")
-        # Columns: address of the weight, of the gradient, length, offset, first, number, group, whether aligned.
-        rows = [[0, 0, 0, p.offset, p.first, p.number, p.group, 0] for p in places]
+        # Columns: address of the weight, of the gradient, length, offset, first, number, group, whether all addresses
+        # are aligned, address of the new weight.
+        rows = [[0, 0, 0, p.offset, p.first, p.number, p.group, 0, 0] for p in places]
         self._host = torch.tensor(rows, device="cpu")
         self._rows = torch.empty_like(self._host, device=device)
         counts = (self._lengths + CHUNK - 1) // CHUNK
@@ -298,16 +317,17 @@ class Launch:
     def runs_kernels(self) -> bool:
         return INTERPRET or self.device.type == "cuda"
 
-    def aim(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Notes the addresses of weights and gradients; a parameter without gradient is passed over."""
-        self.params, self.grads = params, [grad if grad is None else grad.contiguous() for grad in grads]
+    def aim(self, params: Sequence[Tensor], grads: Sequence[Tensor | None], outs: Sequence[Tensor]) -> None:
+        """Notes the addresses of weights, gradients and new weights; a parameter without gradient is passed over."""
+        self.params, self.outs = params, outs
+        self.grads = [grad if grad is None else grad.contiguous() for grad in grads]
         if not self.runs_kernels:
             return
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*self.params, *self.grads)]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*params, *self.grads, *outs)]
         if addresses != self._addresses:
             self._addresses = addresses
-            columns = torch.tensor(addresses, device="cpu").view(2, -1).t()
-            self._host[:, :2] = columns
+            columns = torch.tensor(addresses, device="cpu").view(3, -1).t()
+            self._host[:, [0, 1, 8]] = columns
             self._host[:, 2] = self._lengths * (columns[:, 1] != 0)
             self._host[:, 7] = (columns % 16 == 0).all(1)
             if not self._recording:
@@ -343,9 +363,9 @@ class Launch:
         """Updates the weights, once for each `aim`, after which the gradients are let go. Autograd does not see the
         weights change on any device: the caller has to tell it."""
         if not self.runs_kernels:
-            for param, grad, place in zip(self.params, self.grads, self.places, strict=True):
+            for param, out, grad, place in zip(self.params, self.outs, self.grads, self.places, strict=True):
                 if grad is not None:
-                    adamw_ref(param.data, grad, place, state, control, rule)
+                    adamw_ref(param.data, out.data, grad, place, state, control, rule)
         elif len(self._chunks):
             _adamw_kernel[(len(self._chunks),)](
                 self._rows, self._chunks, state.exp_avg, state.exp_avg_sq,
@@ -356,7 +376,7 @@ class Launch:
                 CHUNK=CHUNK, BLOCK=SMALL_BLOCK if state.exp_avg.dtype == torch.bfloat16 else BLOCK,
                 num_warps=NUM_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-        self.params = self.grads = ()
+        self.params = self.grads = self.outs = ()
 
 
 def upload(host: Tensor, target: Tensor) -> None:

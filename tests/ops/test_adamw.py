@@ -74,7 +74,7 @@ class Case:
 
     def launch(self) -> Launch:
         launch = Launch(self.places, self.params[0].dtype, self.grads[0].dtype, torch.device(DEVICE))
-        launch.aim(self.params, self.grads)
+        launch.aim(self.params, self.grads, self.params)
         return launch
 
 
@@ -85,7 +85,7 @@ def update(case: Case) -> list[Tensor]:
 
 def update_ref(case: Case) -> list[Tensor]:
     for param, grad, place in zip(case.params, case.grads, case.places, strict=True):
-        adamw_ref(param, grad, place, case.state, case.control, RULE)
+        adamw_ref(param, param, grad, place, case.state, case.control, RULE)
     return case.results()
 
 
@@ -134,11 +134,25 @@ def test_an_update_that_is_not_applied_touches_nothing(way: str) -> None:
     assert_bits(update(case), Case(way).results())
 
 
+@pytest.mark.parametrize("applied", [True, False])
+@pytest.mark.parametrize("way", ["fp32", "split", "bf16"])
+def test_new_weights_go_where_they_are_told(way: str, applied: bool) -> None:
+    case, known = Case(way), Case(way)
+    known.control = case.control = replace(case.control, applied=torch.tensor(applied, device=DEVICE))
+    outs, before = [torch.full_like(p, 7.0) for p in case.params], [p.clone() for p in case.params]
+    launch = case.launch()
+    launch.aim(case.params, case.grads, outs)
+    launch.update(case.state, case.control, RULE)
+    assert_bits(case.params, before)
+    case.params = outs
+    assert_bits(case.results(), update_ref(known))
+
+
 @pytest.mark.parametrize("way", ["fp32", "bf16"])
 def test_a_parameter_without_gradient_is_passed_over(way: str) -> None:
     case, whole = Case(way), Case(way)
     launch = case.launch()
-    launch.aim(case.params, [None if number == 1 else grad for number, grad in enumerate(case.grads)])
+    launch.aim(case.params, [None if number == 1 else grad for number, grad in enumerate(case.grads)], case.params)
     squares = launch.sum_squares()
     launch.update(case.state, case.control, RULE)
     untouched = Case(way)
