@@ -17,7 +17,7 @@ from stretto.mesh import Mesh
 from stretto.model import Model, build_model, sites
 from stretto.optim import build_optimizer, weight_writer
 from stretto.parallel.data import Portion, deal, shard, will_shard
-from stretto.parallel.gradients import choose_gradients
+from stretto.parallel.gradients import Gradients, choose_gradients
 from stretto.plan import find_needs, for_device
 from stretto.precision import PRECISIONS, resolve_precision
 from stretto.runtime import Runtime
@@ -73,6 +73,7 @@ def describe_context(config: Config, rt: Runtime, mesh: Mesh) -> Context:
         seq_len=config.data.seq_len,
         padded=config.data.layout == "padded",
         compiled=config.train.compile,
+        sharded=will_shard(config.parallel),
         needs=find_needs(
             for_device(config, rt.device.type == "cuda"),
             parts=portion.parts,
@@ -99,7 +100,11 @@ def build(config: Config, rt: Runtime, mesh: Mesh) -> Trainable:
     may_record = config.train.graphs != "off" and not obstacles
     num_passes = max(rt.world, config.train.micro_batches) if may_record else 0
     update = Update(
-        gradients=choose_gradients(model, sharded, techniques.gaps, num_passes),
+        gradients=(
+            Gradients(model)
+            if techniques.has_executor
+            else choose_gradients(model, sharded, techniques.gaps, num_passes)
+        ),
         optimizer=optimizer,
         guard=Guard("fp16" if context.precision == "fp16" else config.train.non_finite, rt.device),
         scaler=torch.amp.GradScaler(rt.device.type, enabled=context.precision == "fp16"),
@@ -110,7 +115,9 @@ def build(config: Config, rt: Runtime, mesh: Mesh) -> Trainable:
         # Parts of a micro-batch are dropped from differently, as different samples are.
         random_keys=context.part + techniques.random_keys(),
     )
-    return Trainable(model, techniques, update, _choose_executor(config.train.graphs, update, model, obstacles, rt))
+    own = techniques.build_executor(model, update, rt, config.optim)
+    executor = own or _choose_executor(config.train.graphs, update, model, obstacles, rt)
+    return Trainable(model, techniques, update, executor)
 
 
 def _compile(model: Model, names: list[str]) -> None:

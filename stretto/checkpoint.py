@@ -2,6 +2,7 @@
 
     checkpoints/step-00000020/model.safetensors      weights, whole tensors under their state-dict names
                               optimizer.safetensors  moments, as "exp_avg/NAME"
+                              others.safetensors     what techniques want back, where they do
                               state.json             step, which step evaluated best, and what the trainer wants back
                               manifest.json          size and SHA-256 of the others
 
@@ -25,7 +26,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ from stretto.runtime import tell
 from stretto.weights import Write, put, take
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+OTHERS = "others.safetensors"  # not in every checkpoint: the manifest says whether
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the entries that AdamW keeps for each parameter
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other errors of the system may pass
 PAUSES_S = (0.1, 0.5, 2.0)  # between tries to read; what network file systems and a full table of open files may need
@@ -55,6 +57,7 @@ class Snapshot:
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
     state: dict[str, Any]  # JSON; `step`, and `best_step`: 0 while nothing was evaluated
+    others: dict[str, Tensor] = field(default_factory=dict)  # what techniques want back besides
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Snapshot:
@@ -112,11 +115,14 @@ def _write(draft: Path, shot: Snapshot) -> None:
     draft.mkdir()
     save_file(shot.weights, draft / "model.safetensors")
     save_file(shot.moments, draft / "optimizer.safetensors")
+    if shot.others:
+        save_file(shot.others, draft / OTHERS)
+    names = (*FILES, OTHERS) if shot.others else FILES
     (draft / "state.json").write_text(json.dumps(shot.state, indent=1))
-    files = {name: {"size": (draft / name).stat().st_size, "sha256": _hash(draft / name)} for name in FILES}
+    files = {name: {"size": (draft / name).stat().st_size, "sha256": _hash(draft / name)} for name in names}
     manifest = {"format": 1, "step": shot.state["step"], "torch": torch.__version__, "files": files}
     (draft / "manifest.json").write_text(json.dumps(manifest | {"seal": _seal(manifest)}, indent=1))
-    for name in (*FILES, "manifest.json"):
+    for name in (*names, "manifest.json"):
         sync(draft / name)
     sync(draft)
 
@@ -146,7 +152,8 @@ def _find_damage(checkpoint: Path) -> str | None:
         if manifest.pop("seal") != _seal(manifest):
             return "manifest.json was changed"
         own_name = f"step-{manifest['step']:08d}"
-        for name in FILES:  # names come from here, never from the file: it cannot point elsewhere
+        names = (*FILES, OTHERS) if OTHERS in manifest["files"] else FILES
+        for name in names:  # names come from here, never from the file: it cannot point elsewhere
             entry = manifest["files"][name]
             if (checkpoint / name).stat().st_size != entry["size"]:
                 return f"{name} has the wrong size"
@@ -195,7 +202,8 @@ def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
     try:
         weights = load_file(checkpoint / "model.safetensors")
         kept = load_file(checkpoint / "optimizer.safetensors") if moments else {}
-        return Snapshot(weights, kept, _read_state(checkpoint))
+        others = load_file(checkpoint / OTHERS) if moments and (checkpoint / OTHERS).exists() else {}
+        return Snapshot(weights, kept, _read_state(checkpoint), others)
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
 

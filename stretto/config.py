@@ -336,13 +336,35 @@ class ParallelConfig:
     sequence_keep: bool = True
     sequence_heads: int = 0  # gather: number of key/value heads at a time, which takes less memory; 0: all at once
 
+    # How many processes share the layers of the model, each some of them: for models that one GPU cannot hold, and for
+    # links too slow to exchange gradients. See docs/pipeline.md.
+    pipeline: int = 1
+    # In which order they work. 1f1b is exact and waits at the end of each update. 2bw never waits: gradients are one
+    # update old. pipelined and ouroboros (the paper's order, which waits) learn from each micro-batch at once: gradients
+    # of a module are as many updates old as there are modules behind it.
+    schedule: Literal["1f1b", "2bw", "pipelined", "ouroboros"] = "1f1b"
+    # ring: the first and the last part of the model are in one process, so that an embedding which is also the output
+    # matrix is there once. auto: ring for such models.
+    placement: Literal["auto", "linear", "ring"] = "auto"
+    cuts: tuple[int, ...] = ()  # the first block of every part but the first; none: parts of equal work
+    sync_steps: int = 0  # updates at the beginning that are made by 1f1b, before gradients may be old
+    predict: bool = False  # passes use weights that are moved ahead by as many updates as their gradients will be old
+    late_lr: float = 0.0  # the learning rate of a part is divided by (1 + the age of its gradients) to this power
+    # How a tied embedding takes the gradients of its two uses where these are of different age: both, or their mean,
+    # as the paper has it.
+    tied_gradient: Literal["sum", "mean"] = "sum"
+
     def axes(self) -> dict[str, int]:
         """The sizes of what processes share besides the batch (mesh.py)."""
-        return {"sequence": self.sequence}
+        return {"pipeline": self.pipeline, "sequence": self.sequence}
+
+    def find_repeated(self) -> tuple[str, ...]:
+        """The axes along which processes work on the same tokens."""
+        return ("pipeline",)
 
     def __post_init__(self) -> None:
-        _require_positive("parallel", self, "sequence")
-        _require_not_negative("parallel", self, "sequence_heads")
+        _require_positive("parallel", self, "sequence", "pipeline")
+        _require_not_negative("parallel", self, "sequence_heads", "sync_steps", "late_lr")
         _require(
             self.data != "hybrid" or self.sequence > 1,
             "parallel.data = 'hybrid' splits weights over the processes of a sequence: set parallel.sequence, or use"

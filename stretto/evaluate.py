@@ -44,7 +44,7 @@ def evaluate(
                 correct += weight * (logits.argmax(-1) == batch.labels).sum()
         num_labels += batch.counts.labels * int(weight)
     model.train(was_training)
-    (num_labels,) = rt.sum_over_ranks([num_labels])
+    (num_labels,) = rt.sum_over_ranks([num_labels], mesh.peers)
     totals = rt.sum_tensor(torch.stack([loss_sum, correct])) / max(num_labels, 1)
     mean, accuracy = totals.tolist()
     second = {"accuracy": accuracy} if is_vit else {"perplexity": math.exp(min(mean, 80.0))}

@@ -4,7 +4,7 @@ each launched by the host. graphs.py has those that replay recorded ones.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stretto.batch import Batch
 from stretto.parallel.gradients import Gradients
+from stretto.runtime import Runtime
 
 
 class Work(Protocol):
@@ -55,6 +56,18 @@ class Executor:
                 losses.append(self.learn(batch))
         gradients.finish()
         return reduce(torch.add, losses), self.apply()
+
+    def exchange(self, counts: list[int], rt: Runtime) -> list[int]:
+        """The sums over all processes of what each counts in this update; the last one is whether to stop."""
+        return rt.sum_over_ranks(counts)
+
+    def settle(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Ends what is still under way, so that all processes have made the same updates. Given what `run` has
+        returned, gives the loss of that update, as far as it was computed in this process, and its norm."""
+        return loss, norm
+
+    def resume(self, step: int, batches_of: Callable[[int], list[tuple[int, Any]]]) -> None:
+        """Before update number `step`, the first of this run. `batches_of` gives the micro-batches of any update."""
 
     def learn(self, batch: Any) -> Tensor:
         return self.work.learn(batch)

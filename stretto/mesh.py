@@ -6,10 +6,12 @@ Neighbouring ranks lie along the last axis, since they have the faster links.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stretto.config import ParallelConfig
@@ -22,6 +24,7 @@ class Mesh:
     world: int = 1  # processes
     axes: tuple[tuple[str, int], ...] = ()  # name and size of each axis besides data
     grid: DeviceMesh | None = None  # (data, *axes); None: data is the only axis
+    peers: dist.ProcessGroup | None = None  # those who together have all tokens of a batch, each once; None: all
 
     @property
     def team(self) -> int:
@@ -58,4 +61,16 @@ def build_mesh(cfg: ParallelConfig, device: torch.device, rank: int, world: int)
     if not axes:
         return mesh
     names, sizes = ("data", *(name for name, _ in axes)), (mesh.data_world, *(size for _, size in axes))
-    return Mesh(rank, world, axes, init_device_mesh(device.type, sizes, mesh_dim_names=names))
+    grid = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    return Mesh(rank, world, axes, grid, _find_peers(grid, cfg.find_repeated(), rank))
+
+
+def _find_peers(grid: DeviceMesh, repeated: Sequence[str], rank: int) -> dist.ProcessGroup | None:
+    names = grid.mesh_dim_names or ()
+    if not set(names) & set(repeated):
+        return None
+    others = [axis for axis, name in enumerate(names) if name not in repeated]
+    ranks = grid.mesh.permute(*(axis for axis in range(len(names)) if axis not in others), *others)
+    rows = ranks.reshape(-1, prod(ranks.shape[-len(others) :])).tolist()
+    groups = [dist.new_group(row) for row in rows]  # every process has to make all of them
+    return next(group for group, row in zip(groups, rows, strict=True) if rank in row)

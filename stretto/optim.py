@@ -64,12 +64,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
-    """The global gradient norm, on the device. Gradients are scaled down to the norm `limit`, or will be by the update
-    itself where the optimizer can do that; 0: no limit."""
+def clip_gradients(
+    model: nn.Module, optimizer: torch.optim.Optimizer, limit: float, across: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The norm of all gradients there are, on the device. They are scaled down to the norm `limit`, or will be by the
+    update itself where the optimizer can do that; 0: no limit. `across`: processes that have other parameters of the
+    same model, whose gradients count too."""
     if isinstance(optimizer, FlatAdamW):
-        return optimizer.clip(limit)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), limit or math.inf)
+        return optimizer.clip(limit, across)
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if across is not None:
+        square = norm.double().square()
+        dist.all_reduce(square, group=across)
+        norm = square.sqrt().float()
+    nn.utils.clip_grads_with_norm_(parameters, limit or math.inf, norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -211,8 +220,9 @@ class FlatAdamW(torch.optim.Optimizer):
         return written + [p._local_tensor for p in written if isinstance(p, DTensor)]
 
     @torch.no_grad()
-    def clip(self, limit: float) -> Tensor:
-        """The norm of all gradients of all processes. The step that follows, with the same gradients, scales them down
+    def clip(self, limit: float, across: dist.ProcessGroup | None = None) -> Tensor:
+        """The norm of all gradients of all processes, or with `across` those of that group, each of which has other
+        parameters. The step that follows, with the same gradients, scales them down
         to the norm `limit` (0: no limit) while it reads them, and is cancelled if the norm is not finite."""
         self._aim()
         squares = []
@@ -221,7 +231,10 @@ class FlatAdamW(torch.optim.Optimizer):
             for group in groups:
                 dist.all_reduce(total, group=group)
             squares.append(total)
-        self._norm, self._limit = reduce(torch.add, squares).sqrt().float(), limit or math.inf
+        square = reduce(torch.add, squares)
+        if across is not None:
+            dist.all_reduce(square, group=across)
+        self._norm, self._limit = square.sqrt().float(), limit or math.inf
         return self._norm
 
     @torch.no_grad()

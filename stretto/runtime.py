@@ -47,17 +47,21 @@ class Runtime:
     device: torch.device
     rank: int = 0
     world: int = 1
+    timeout_s: float = 600.0  # how long to wait for another process
     stop: bool = False  # a signal asked for it
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def sum_over_ranks(self, values: Sequence[int]) -> list[int]:
-        """Sums integers over all processes, on the host: the device is not asked and goes on working."""
-        if self.world == 1:
+    def sum_over_ranks(self, values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+        """Sums integers over all processes, or those of a group, on the host: the device is not asked and goes on
+        working."""
+        if (self.world if group is None else group.size()) == 1:
             return list(values)
-        return self.sum_tensor(torch.tensor(list(values), dtype=torch.int64)).tolist()
+        total = torch.tensor(list(values), dtype=torch.int64)
+        dist.all_reduce(total, group=group)
+        return total.tolist()
 
     def gather_over_ranks(self, values: Sequence[int]) -> list[list[int]]:
         """Returns the integers of each process, gathered on the host."""
@@ -83,7 +87,7 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
         torch.use_deterministic_algorithms(True)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    runtime = Runtime(choose_device(cfg.device), rank, world)
+    runtime = Runtime(choose_device(cfg.device), rank, world, cfg.timeout_s)
     if runtime.device.type == "cuda":
         torch.cuda.set_device(runtime.device)
         # Segments grow instead of new ones beside them, so batches of many shapes share the same memory. Who has set up

@@ -94,9 +94,11 @@ def run_loop(run: Run, report: Report) -> None:
         batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
         return [(i, parts.prepare(batch, At(step, i)).to(rt.device)) for i, batch in batches]
 
+    parts.executor.resume(first, batches_of)
     for step, batches in prefetch(batches_of, first, total):
         # The one message between hosts per step: what was read, and whether anyone was asked to stop.
-        labels, tokens, slots, padding, flops, stop = rt.sum_over_ranks([*_count(run.config, batches), int(rt.stop)])
+        counts = [*_count(run.config, batches), int(rt.stop)]
+        labels, tokens, slots, padding, flops, stop = parts.executor.exchange(counts, rt)
         lr = learning_rate(run.config.optim, step, total)
         set_learning_rate(parts.update.optimizer, lr)
         loss_sum, grad_norm = run_step(parts, step, batches, labels, rt.world)
@@ -106,6 +108,9 @@ def run_loop(run: Run, report: Report) -> None:
         for note in parts.executor.take_notes():
             report.say(note)
         report.advance(run.step)
+        saves = stop or _due(run.config.checkpoint.every, run)
+        if run.step == 1 or _due(cfg.log_every, run) or _due(cfg.eval_every, run) or saves:
+            loss_sum, grad_norm = parts.executor.settle(loss_sum, grad_norm)
         if run.step == 1 or _due(cfg.log_every, run):
             cancelled = parts.update.guard.check(run.step)
             loss = float(rt.sum_tensor(loss_sum)) / max(labels, 1)
@@ -115,7 +120,7 @@ def run_loop(run: Run, report: Report) -> None:
             meter.restart()  # the first step compiles and allocates: its time says nothing about the others
         with meter.paused():
             better = _due(cfg.eval_every, run) and evaluate_now(run, report)
-            if better or stop or _due(run.config.checkpoint.every, run):
+            if better or saves:
                 save(run)
         if stop and run.step < total:
             way = "the same command with --resume goes on from there"
@@ -152,7 +157,7 @@ def save(run: Run) -> None:
         "techniques": run.parts.techniques.state_dict(),
         "identity": _identity(run),
     }
-    shot = checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state)
+    shot = run.parts.techniques.join(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state))
     if run.rt.is_main:
         checkpoint.save(run.checkpoints, shot, run.config.checkpoint.keep)
     run.rt.barrier()
@@ -174,7 +179,7 @@ def load_latest(run: Run) -> None:
     differences = _differences(_identity(run), shot.state["identity"])
     if differences:
         raise CheckpointError(f"{run.config.run.dir} was made by another configuration: " + "; ".join(differences))
-    model, update = run.parts.model, run.parts.update
+    model, update, shot = run.parts.model, run.parts.update, run.parts.techniques.take_part(shot)
     checkpoint.restore_weights(model, shot, weight_writer(update.optimizer))
     checkpoint.restore_moments(model, update.optimizer, shot)
     if shot.state["scaler"]:  # empty unless it was fp16 then too

@@ -75,9 +75,13 @@ class Static(Gradients):
 
     stay = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: list[nn.Parameter] | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`parameters`: of those that are trained, these only. `group`: the processes to sum over; None: all."""
         super().__init__(model)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
+        self.group = group
         self.flats: list[Tensor] = []
 
     def settle(self) -> None:
@@ -102,7 +106,7 @@ class Static(Gradients):
     def finish(self) -> None:
         if dist.is_initialized():
             for flat in self.flats:
-                dist.all_reduce(flat)
+                dist.all_reduce(flat, group=self.group)
 
     def zero(self, optimizer: torch.optim.Optimizer) -> None:
         for flat in self.flats:

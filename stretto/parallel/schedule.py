@@ -21,7 +21,7 @@ Every process can walk through its list without a deadlock: each entry needs onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple

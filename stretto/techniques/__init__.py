@@ -17,8 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
+from stretto.checkpoint import Snapshot
 from stretto.config import Config, OptimConfig, ParallelConfig, TechniquesConfig
 from stretto.errors import ConfigError
+from stretto.execute import Executor
+from stretto.model import Model
+from stretto.runtime import Runtime
+from stretto.step import Update
 from stretto.techniques.technique import At, Context, Sites, Technique
 
 # Modules, each with one technique: the sections of a recipe and their order in config.py say which there are.
@@ -127,6 +132,14 @@ class Techniques:
         found = (technique.build_optimizer(groups, cfg) for technique in self)
         return next((optimizer for optimizer in found if optimizer is not None), None)
 
+    @property
+    def has_executor(self) -> bool:
+        return any(technique.has_executor for technique in self)
+
+    def build_executor(self, model: Model, update: Update, rt: Runtime, optim: OptimConfig) -> Executor | None:
+        found = (technique.build_executor(model, update, rt, optim) for technique in self)
+        return next((executor for executor in found if executor is not None), None)
+
     def prepare(self, batch: Batch, at: At) -> Batch:
         for technique in self:
             batch = technique.prepare(batch, at)
@@ -161,6 +174,16 @@ class Techniques:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for technique in self:
             technique.load_state_dict(state.get(technique.name, {}))
+
+    def join(self, shot: Snapshot) -> Snapshot:
+        for technique in self:
+            shot = technique.join(shot)
+        return shot
+
+    def take_part(self, shot: Snapshot) -> Snapshot:
+        for technique in self:
+            shot = technique.take_part(shot)
+        return shot
 
     def describe(self) -> list[str]:
         return [words for technique in self if (words := technique.describe())]

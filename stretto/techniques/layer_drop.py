@@ -113,6 +113,11 @@ class LayerDrop(Technique):
     def identity(cls, cfg: LayerDropConfig | None) -> dict[str, Any] | None:
         return super().identity(None if cfg is None else replace(cfg, scale=resolve_scale(cfg, own=True)))
 
+    def why_not_by_module(self) -> str:
+        if self.cfg.gate == "batch":
+            return ""
+        return "gate = 'sample' hands a part of the batch from block to block: set it to 'batch'"
+
     @property
     def gaps(self) -> bool:
         return self.cfg.gate == "batch"

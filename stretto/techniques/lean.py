@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -115,10 +116,16 @@ class Lean(Technique):
         """The host waits here for the device, before anything of an update has begun."""
         self.looked = True
         norms = [norm for norm in self.norms.values() if norm.weight is not None]
-        verdicts = [can_restore(norm.weight, getattr(norm, "bias", None)) for norm in norms]
-        whole = [verdict.full_tensor() if isinstance(verdict, DTensor) else verdict for verdict in verdicts]
-        for norm, good in zip(norms, torch.stack(whole).tolist() if whole else [], strict=True):
-            norm.from_output = good
+        if not norms:
+            return
+        here = [norm for norm in norms if not norm.weight.is_meta]  # others are in other processes
+        verdicts = {id(norm): can_restore(norm.weight, getattr(norm, "bias", None)) for norm in here}
+        whole = {key: each.full_tensor() if isinstance(each, DTensor) else each for key, each in verdicts.items()}
+        good = torch.stack([whole.get(id(norm), next(iter(whole.values())).new_ones(())) for norm in norms]).int()
+        if len(here) < len(norms):
+            dist.all_reduce(good, dist.ReduceOp.MIN)
+        for norm, verdict in zip(norms, good.tolist(), strict=True):
+            norm.from_output = bool(verdict)
 
     def graph_key(self, step: int) -> tuple[str, ...]:
         """A norm that has changed what it keeps runs other kernels."""

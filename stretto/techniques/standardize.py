@@ -154,6 +154,9 @@ class Standardize(Technique):
             )
         return reasons
 
+    def why_not_by_module(self) -> str:
+        return "its loss is a mean over the norms of the whole model, and a process has some of them only"
+
     def apply(self, model: nn.Module, sites: Sites) -> None:
         norms: list[Any] = [model.get_submodule(name) for name in sites["norm"]]
         cfg, num_channels = self.cfg, sum(norm.weight.numel() for norm in norms)

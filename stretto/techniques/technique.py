@@ -4,12 +4,13 @@ technique is what it overrides, and the trainer calls all hooks without knowing 
     when                                hook
     before anything is built            check: why it cannot work, alone or with others
     the model is on the meta device     apply;  the model is Hugging Face's: attach
+    the run is about to begin           build_executor: in which order passes run, if not one after the other
     weights get their first values      start_value;  the optimizer is built: build_optimizer
     a batch is made, in a thread        prepare, for training and evaluation
     around each update                  begin, end
     an update may be a CUDA graph       find_obstacles, graph_key, pattern
     a line is logged                    metrics
-    a run is saved and resumed          state_dict, load_state_dict, identity
+    a run is saved and resumed          state_dict, load_state_dict, identity; join, take_part
     a trained model is loaded, written  changes_function, fold
     a run is planned                    estimate
 
@@ -27,11 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
+from stretto.checkpoint import Snapshot
 from stretto.config import Config, ModelConfig, OptimConfig, build_config
 from stretto.dial import Needs
 from stretto.errors import ConfigError
+from stretto.execute import Executor
 from stretto.memory import Keep
 from stretto.mesh import Mesh
+from stretto.model import Model
+from stretto.runtime import Runtime
+from stretto.step import Update
 
 Sites = Mapping[str, Sequence[str]]  # role -> names of the modules that play it (model.sites)
 R = TypeVar("R", bound="NormRule")
@@ -56,6 +62,7 @@ class Context:
     seq_len: int = 0  # longest sequence in tokens
     padded: bool = False  # batches are rectangles with padding
     compiled: bool = False  # torch.compile
+    sharded: bool = False  # weights are split over processes
     needs: Needs | None = None  # what memory is needed for; None: it is not known
     part: tuple[int, ...] = ()  # the part of each micro-batch that is this process's; (): all of it
 
@@ -146,6 +153,7 @@ class Technique:
     splits_sequences: ClassVar[bool] = False  # a process has a part of the tokens of each sequence
     default_outside: ClassVar[bool] = False  # models of others have it unless told otherwise
     by_block: ClassVar[bool] = False  # torch.compile takes each block by itself, not the model as a whole
+    has_executor: ClassVar[bool] = False  # it brings an executor, which also sums gradients over processes
     keeps_as_told: ClassVar[bool] = False  # blocks keep for the backward pass what their `keep` says (memory.py)
 
     def __init__(self, cfg: Any, context: Context) -> None:
@@ -180,6 +188,10 @@ class Technique:
         """The reasons why the technique cannot work here, with the keys to change."""
         return []
 
+    def why_not_by_module(self) -> str:
+        """The reason why it cannot work where a process has some of the blocks only; empty: it can."""
+        return ""
+
     @property
     def num_kinds(self) -> int:
         """The number of kinds of updates, each with operations of its own."""
@@ -201,6 +213,10 @@ class Technique:
 
     def build_optimizer(self, groups: list[dict[str, Any]], cfg: OptimConfig) -> torch.optim.Optimizer | None:
         """An optimizer for these groups; None: torch's."""
+        return None
+
+    def build_executor(self, model: Model, update: Update, rt: Runtime, optim: OptimConfig) -> Executor | None:
+        """What takes micro-batches to updates; None: as there is one without the technique."""
         return None
 
     def prepare(self, batch: Batch, at: At) -> Batch:
@@ -241,6 +257,14 @@ class Technique:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
+
+    def join(self, shot: Snapshot) -> Snapshot:
+        """The state of the whole run, in the main process, from those of all processes, all of which call this."""
+        return shot
+
+    def take_part(self, shot: Snapshot) -> Snapshot:
+        """This process's part of the state of a whole run."""
+        return shot
 
     @classmethod
     def identity(cls, cfg: Any) -> dict[str, Any] | None:
