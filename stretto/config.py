@@ -340,8 +340,8 @@ class ParallelConfig:
     # links too slow to exchange gradients. See docs/pipeline.md.
     pipeline: int = 1
     # In which order they work. 1f1b is exact and waits at the end of each update. 2bw never waits: gradients are one
-    # update old. pipelined and ouroboros (the paper's order, which waits) learn from each micro-batch at once: gradients
-    # of a module are as many updates old as there are modules behind it.
+    # update old. In pipelined and in ouroboros, the paper's order, which waits, those of a part of the model are as
+    # many updates old as there are parts behind it.
     schedule: Literal["1f1b", "2bw", "pipelined", "ouroboros"] = "1f1b"
     # ring: the first and the last part of the model are in one process, so that an embedding which is also the output
     # matrix is there once. auto: ring for such models.
@@ -575,8 +575,10 @@ def _convert(key: str, kind: Any, value: Any) -> Any:
             raise ConfigError(f"{key} = {value!r} must be one of {', '.join(map(repr, choices))}")
         return value
     if get_origin(kind) is tuple:
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{key} = {value!r} must be a list of strings")
+        item_kind = get_args(kind)[0]
+        if not isinstance(value, (list, tuple)) or not all(type(item) is item_kind for item in value):
+            items = {str: "strings", int: "whole numbers"}[item_kind]
+            raise ConfigError(f"{key} = {value!r} must be a list of {items}")
         return tuple(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

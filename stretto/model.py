@@ -370,7 +370,8 @@ class Model(nn.Module):
         return (loss, logits) if with_logits else loss
 
     def compute_loss(self, head: LMHead, features: Tensor, batch: Batch) -> Tensor:
-        return head.loss(features, self._table(), batch.labels, self._smoothing())
+        table = self._table() if head.weight is None else head.weight
+        return head.loss(features, table, batch.labels, self._smoothing())
 
     def _smoothing(self) -> float:
         return self.cfg.label_smoothing if self.training else 0.0

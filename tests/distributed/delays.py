@@ -5,7 +5,6 @@ and applied late. It shares nothing with parallel/pipeline.py but the model, the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from stretto.mesh import Mesh
 from stretto.model import Chain, LMHead
 from stretto.optim import clip_gradients, learning_rate, set_learning_rate
 from stretto.parallel.schedule import Schedule
+from stretto.parallel.stages import find_spans
 from stretto.precision import autocast
 from stretto.runtime import Runtime
 from stretto.techniques.technique import At
@@ -26,14 +26,15 @@ TABLE = "embedding.token.weight"
 
 
 class Delayed:
-    """Trains by the definition. `spans` are the blocks of each module."""
+    """Trains by the definition."""
 
-    def __init__(self, config: Config, schedule: Schedule, spans: list[range], tied_gradient: str = "sum") -> None:
+    def __init__(self, config: Config, schedule: Schedule) -> None:
         rt = Runtime(torch.device("cpu"))
-        self.schedule, self.spans, self.tied_gradient = schedule, spans, tied_gradient
+        self.schedule = schedule
         folder = Path(config.run.dir)
         self.data = open_data(config.data, seed=config.run.seed, folder=folder / "data", image_size=1)
         self.config = complete(config, self.data, Mesh())
+        self.spans = find_spans(self.config.model, schedule, config.parallel.cuts)  # the blocks of each module
         self.parts = build(self.config, rt, Mesh())
         assert isinstance(self.parts.model, Chain)
         self.model = self.parts.model
@@ -43,11 +44,24 @@ class Delayed:
         self.named = dict(self.model.named_parameters())
         self.gradients: list[dict[str, Tensor]] = []  # of each update
         self.outputs: list[Tensor | None] = []  # those of the embedding as an output matrix
-        self.versions = [self.copy()]  # after each update
+        self.versions = [self.find_weights(0)]  # what passes are to use after each update
         self.losses: list[float] = []
 
     def copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.named.items()}
+
+    def find_weights(self, version: int) -> dict[str, Tensor]:
+        found, optim = self.copy(), self.config.optim
+        state = self.parts.update.optimizer.state
+        for name, p in self.named.items():
+            age = self.schedule.find_delay(self.find_module(name))
+            if self.config.parallel.predict and age and version >= self.schedule.first and p in state:
+                rate = learning_rate(optim, version, self.config.train.steps)
+                shift, count = age * (rate / (1 + age) ** self.config.parallel.late_lr), state[p]["step"].clamp(min=1)
+                mean = state[p]["exp_avg"].float() / (1 - optim.beta1**count)
+                root = (state[p]["exp_avg_sq"].float() / (1 - optim.beta2**count)).sqrt()
+                found[name] = (p.detach().float() - shift * mean / (root + optim.eps)).to(p.dtype)
+        return found
 
     def put(self, values: dict[str, Tensor]) -> None:
         for name, p in self.named.items():
@@ -66,7 +80,10 @@ class Delayed:
         if not exact:
             self.put(self.versions[self.schedule.find_version(step)])
         size = self.config.train.micro_batches
-        batches = [self.parts.prepare(self.data.train_batch(i, 0, 1), At(step, i)) for i in range(step * size, (step + 1) * size)]
+        batches = [
+            self.parts.prepare(self.data.train_batch(i, 0, 1), At(step, i))
+            for i in range(step * size, (step + 1) * size)
+        ]
         factor = torch.ones(()) / max(sum(batch.counts.labels for batch in batches), 1)
         table = self.named[TABLE].detach().clone().requires_grad_()
         self.model.zero_grad(set_to_none=True)
@@ -116,7 +133,7 @@ class Delayed:
             self.parts.update.optimizer.found_inf = self.parts.update.guard.judge(norm)  # type: ignore[attr-defined]
             self.parts.update.optimizer.step()
             self.model.zero_grad(set_to_none=True)
-        self.versions.append(self.copy())
+        self.versions.append(self.find_weights(step + 1))
 
     def mix(self, grad: Tensor | None, late: int, first: int, exact: bool) -> Tensor | None:
         out = self.outputs[late] if late >= first else None
@@ -124,7 +141,7 @@ class Delayed:
         if not found:
             return None
         total = found[0] if len(found) == 1 else found[0] + found[1]
-        return total / 2 if self.tied_gradient == "mean" and not exact and self.schedule.find_wait(0) else total
+        return total / 2 if self.config.parallel.tied_gradient == "mean" and not exact and self.schedule.find_wait(0) else total
 
     def train(self, steps: int) -> None:
         for step in range(steps):
@@ -132,7 +149,7 @@ class Delayed:
             self.learn(step, exact)
             self.update(step, exact)
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Tensor]:
         optimizer = self.parts.update.optimizer
         exact = getattr(optimizer, "weight", Tensor.detach)
         return {name: exact(p).detach() for name, p in self.named.items()}
