@@ -437,7 +437,7 @@ class Peer(Runtime):
 
     other = (0, 0)
 
-    def sum_over_ranks(self, values: Any) -> list[int]:
+    def sum_over_ranks(self, values: Any, group: Any = None) -> list[int]:
         return [*values[:2], *self.other] if self.rank == 0 else [*self.other, *values[2:]]
 
 

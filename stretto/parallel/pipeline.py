@@ -77,7 +77,7 @@ class Pipeline(Technique):
         if cfg is None or cfg.schedule == "1f1b":
             return None
         keys = ("pipeline", "schedule", "placement", "cuts", "sync_steps", "predict", "late_lr", "tied_gradient")
-        return {key: value for key, value in asdict(cfg).items() if key in keys}
+        return {key: value for key, value in asdict(cfg).items() if key in keys} | {"cuts": list(cfg.cuts)}
 
     @property
     def key(self) -> str:

@@ -5,22 +5,25 @@ and applied late. It shares nothing with parallel/pipeline.py but the model, the
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.build import build
-from stretto.config import Config
+from stretto.config import Config, build_config
 from stretto.data import open_data
 from stretto.mesh import Mesh
 from stretto.model import Chain, LMHead
 from stretto.optim import clip_gradients, learning_rate, set_learning_rate
+from stretto.parallel.pipeline import is_ring
 from stretto.parallel.schedule import Schedule
 from stretto.parallel.stages import find_spans
 from stretto.precision import autocast
 from stretto.runtime import Runtime
 from stretto.techniques.technique import At
 from stretto.train import complete
+from tests.runs import change
 
 TABLE = "embedding.token.weight"
 
@@ -141,7 +144,11 @@ class Delayed:
         if not found:
             return None
         total = found[0] if len(found) == 1 else found[0] + found[1]
-        return total / 2 if self.config.parallel.tied_gradient == "mean" and not exact and self.schedule.find_wait(0) else total
+        return (
+            total / 2
+            if self.config.parallel.tied_gradient == "mean" and not exact and self.schedule.find_wait(0)
+            else total
+        )
 
     def train(self, steps: int) -> None:
         for step in range(steps):
@@ -153,3 +160,12 @@ class Delayed:
         optimizer = self.parts.update.optimizer
         exact = getattr(optimizer, "weight", Tensor.detach)
         return {name: exact(p).detach() for name, p in self.named.items()}
+
+
+def define(tree: dict[str, Any], folder: Path) -> Delayed:
+    """What the pipeline of a recipe has to compute."""
+    config, cfg = build_config(change(tree, parallel__pipeline=1, run__dir=str(folder))), build_config(tree).parallel
+    size = config.train.micro_batches
+    found = Delayed(config, Schedule(cfg.schedule, cfg.pipeline, is_ring(cfg, config.model), size, cfg.sync_steps))
+    found.train(config.train.steps)
+    return found

@@ -10,20 +10,25 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 
 import stretto.build
 import stretto.train
 from stretto import graphs
 from stretto.config import build_config
 from stretto.errors import StrettoError
+from stretto.parallel.passes import Pipelined
+from stretto.step import Update
 from stretto.train import train
+from tests.distributed.delays import define
 from tests.runs import PATIENCE_S
 
 FORMS = ("into_tensor", "tensor", "single")
@@ -89,6 +94,29 @@ def put_off_graphs(until: int) -> None:
     graphs.TIMED, graphs.LAUNCH_BOUND = until, 2.0
 
 
+def learn_from_another_update() -> AbstractContextManager[Any]:
+    """Gradients are applied one update later than they should be."""
+    real = Pipelined._gather_gradients
+
+    def gather(self: Pipelined, module: Any, update: int) -> None:
+        wait = self.schedule.find_wait(module.number)
+        other = module.used.get(update - wait + 1)
+        if other is not None and module.is_first:
+            module.used[update - wait] = other
+        real(self, module, update)
+
+    return patch.object(Pipelined, "_gather_gradients", gather)
+
+
+def drop_otherwise() -> AbstractContextManager[Any]:
+    """Every process has keys of its own."""
+    real = Update.seed_for
+    return patch.object(Update, "seed_for", lambda self, index: real(self, index + 1000 * dist.get_rank()))
+
+
+FAULTS = {"another update": learn_from_another_update, "other keys": drop_otherwise}
+
+
 def main() -> None:
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     rank = os.environ.get("RANK", "0")
@@ -100,10 +128,14 @@ def main() -> None:
         stretto.build._find_obstacles, graphs.TIMED, graphs.LAUNCH_BOUND = known
         if "put_off" in job:
             put_off_graphs(job["put_off"])
-        result = run_job(job["config"], job.get("resume", False), job.get("stop_after", 0))
+        with FAULTS[job["plant"]]() if "plant" in job else nullcontext():
+            result = run_job(job["config"], job.get("resume", False), job.get("stop_after", 0))
         (out / f"{name}.{rank}.json").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    for name, job in jobs.items():
+        if job.get("define") and rank == "0":  # alone: there is no group any more
+            save_file(define(job["config"], out / f"{name}-alone").result(), out / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

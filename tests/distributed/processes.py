@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ def find_port() -> int:
         return int(free.getsockname()[1])
 
 
-def launch(jobs: dict[str, Any], folder: Path, processes: int) -> None:
+def launch(jobs: dict[str, Any], folder: Path, processes: int, variables: dict[str, str] | None = None) -> None:
     """Runs all jobs in one launch, each in its own run folder."""
     folder.mkdir()
     for name, job in jobs.items():
@@ -30,7 +31,7 @@ def launch(jobs: dict[str, Any], folder: Path, processes: int) -> None:
     command = [sys.executable, *(torchrun if processes > 1 else []), "-m", "tests.distributed.jobs"]
     done = subprocess.run(
         [*command, str(folder / "jobs.json"), str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | (variables or {}),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
