@@ -45,6 +45,13 @@ class Schedule:
     micro_batches: int = 1  # of an update, in this process
     first: int = 0  # the first update in this order: nothing before it is waited for
 
+    def __post_init__(self) -> None:
+        if self.order == "2bw" and self.micro_batches < self.modules - 1:
+            raise ValueError(
+                f"2bw with {self.modules} modules needs {self.modules - 1} micro-batches in an update or more, not "
+                f"{self.micro_batches}: the weights that its passes use would not be there yet"
+            )
+
     @property
     def modules(self) -> int:
         return self.processes + self.ring
@@ -93,9 +100,9 @@ class Schedule:
         actions = [action for slot in slots for action in self._list_slot(process, slot)]
         if self.order != "1f1b":
             return actions
-        first = {"update": update}  # what belongs to the update before was done at its end
-        actions = [action for action in actions if action.number >= first.get(action.kind, slots.start)]
-        return actions + self.list_rest(process, update)
+        first = {"update": update}  # what belongs to updates before was done at their ends
+        actions += self.list_rest(process, update)
+        return [action for action in actions if action.number >= first.get(action.kind, slots.start)]
 
     def _list_slot(self, process: int, slot: int) -> Iterator[Action]:
         """While a process runs micro-batch `slot` forward in its first module. The last module of a ring comes in
