@@ -3,9 +3,10 @@
     python -m bench.delays gpt2-small --data runs/python --out runs/delays                  on a GPU, as time_to_loss
     python -m bench.delays demo --set data.train=valid.txt --set data.eval=test.txt ...     small, on a CPU
 
-Each update computes all gradients by an ordinary pass; those of module k wait in a queue and are applied as many updates
-later as stretto/parallel/schedule.py says, by AdamW with its own moments, clipped by module. A module without a gradient
-yet is passed over. So losses are those of real processes, whose times `simulate` predicts. Variants are joined by `+`:
+Each update computes all gradients by an ordinary pass; those of module k wait in a queue and are applied as many
+updates later as stretto/parallel/schedule.py says, by AdamW with its own moments, clipped by module. A module without a
+gradient yet is passed over. So losses are those of real processes, whose times `simulate` predicts. Variants are words
+joined by `+`:
 
     1f1b, 2bw, pipelined, ouroboros  the order; 1f1b is synchronous training, with gradients clipped by module too
     warmup    the first `--warmup` updates are synchronous
@@ -171,7 +172,7 @@ class Delayed:
             if name == TABLE:
                 uses.append(find(OUTPUT, schedule.late))
             there = [use for use in uses if use is not None]
-            p.grad = sum(there[1:], there[0].clone()) if there else None  # type: ignore[arg-type]
+            p.grad = sum(there[1:], there[0].clone()) if there else None
             if name == TABLE and "mean" in self.changes and p.grad is not None and self.model.cfg.tied:
                 p.grad /= 2
         for module in range(schedule.modules):
@@ -230,7 +231,9 @@ def make_table(variants: Sequence[Variant], results: dict[str, dict[str, Any]], 
         losses = find(variant.name)
         gaps = [a - b for a, b in zip(losses, find(replace(variant, order="1f1b", changes=()).name), strict=True)]
         each, above = (" ".join(f"{value:{sign}.4f}" for value in some) for some, sign in ((losses, ""), (gaps, "+")))
-        rows.append(f"| {variant.name} | {each} | {statistics.fmean(losses):.4f} | {above} | {statistics.fmean(gaps):+.4f} |")
+        rows.append(
+            f"| {variant.name} | {each} | {statistics.fmean(losses):.4f} | {above} | {statistics.fmean(gaps):+.4f} |"
+        )
     return rows
 
 
@@ -249,7 +252,11 @@ def main(
     config = config if data is None else use_data(config, data)
     if not config.data.cache:
         config = replace(config, data=replace(config.data, cache=str(out)))
-    chosen, rt, store = read_variants(variants, [int(n) for n in modules.split(",")]), Runtime(choose_device()), out / "delays.json"
+    chosen, rt, store = (
+        read_variants(variants, [int(n) for n in modules.split(",")]),
+        Runtime(choose_device()),
+        out / "delays.json",
+    )
     results = json.loads(store.read_text(encoding="utf-8"))["runs"] if store.exists() else {}
     for seed, variant in product(range(seeds), chosen):
         key, seeded = f"{variant.name}, {seed}", replace(config, run=replace(config.run, seed=seed))
@@ -260,7 +267,9 @@ def main(
         if key not in results:
             results[key] = train(seeded, text, variant, warmup, rt)
             files.write_text(store, json.dumps({"environment": describe_environment(rt), "runs": results}, indent=1))
-            print(f"{key}: {list(results[key]['curve'].values())[-1]:.4f} in {results[key]['wall_s']:.0f} s", flush=True)
+            print(
+                f"{key}: {list(results[key]['curve'].values())[-1]:.4f} in {results[key]['wall_s']:.0f} s", flush=True
+            )
     print("\n".join(make_table(chosen, results, seeds)))
 
 

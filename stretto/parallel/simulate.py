@@ -7,8 +7,8 @@ A process runs its entries one after the other. Messages travel meanwhile, one a
                          that the first module's pass had
     backward, module k   needs its own forward pass, and the backward pass of module k+1
     collect, module k    needs all gradients of an update from module k+1
-    update, module k     needs its backward passes; in the first module, with a tied embedding, also the output's gradient
-                         of `late` updates before
+    update, module k     needs its backward passes; in the first module, with a tied embedding, also the gradient of the
+                         output, `late` updates old
 
 In a ring both uses of a tied embedding are in one process, and nothing of it travels.
 """
@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 
 from stretto.parallel.schedule import Action, Schedule
 from stretto.parallel.sequence_costs import Link
@@ -64,20 +66,41 @@ class Device:
 
 
 def simulate(schedule: Schedule, modules: Sequence[Module], traffic: Traffic | None = None) -> list[Device]:
-    """Each process in the steady state; a list that cannot be walked through raises a ValueError."""
-    deep = 2 * schedule.modules if schedule.find_wait(0) else -(-2 * schedule.modules // schedule.micro_batches)
-    fill = 1 if schedule.is_exact else 1 + deep  # updates until all goes round; the next ones are measured
-    updates = range(schedule.first, schedule.first + 3 * fill)
-    lists = [[schedule.list_actions(process, update) for update in updates] for process in range(schedule.processes)]
-    rest = [[schedule.list_rest(process, updates[-1])] if not schedule.is_exact else [] for process in range(schedule.processes)]
-    ends = Walk(schedule, modules, traffic or Traffic()).run([a + b for a, b in zip(lists, rest, strict=True)])
+    """Each process in the steady state; lists that cannot be walked through raise a ValueError."""
     found = []
-    for process, times in enumerate(ends):
-        period, own = (times[2 * fill - 1] - times[fill - 1]) / fill, [modules[k] for k in schedule.find_modules(process)]
+    for process, period in enumerate(find_periods(schedule, modules, traffic or Traffic())):
+        own = [modules[k] for k in schedule.find_modules(process)]
         work = sum(schedule.micro_batches * (module.forward + module.backward) + module.update for module in own)
-        entries = [action for actions in lists[process] for action in actions]
-        found.append(Device(period, work / period, *count_held(schedule, modules, process, entries)))
+        found.append(Device(period, work / period, *count_held(schedule, modules, process)))
     return found
+
+
+def find_periods(schedule: Schedule, modules: Sequence[Module], traffic: Traffic) -> list[float]:
+    """The seconds of an update in each process, in the steady state. Gradients that come late make it one in which K
+    updates repeat themselves."""
+    fill, window = count_updates(schedule)
+    ends = Walk(schedule, modules, traffic).run(list_all(schedule))
+    return [(times[fill + window - 1] - times[fill - 1]) / window for times in ends]
+
+
+def count_updates(schedule: Schedule) -> tuple[int, int]:
+    """How many updates it takes until the steady state, and how many show it."""
+    if schedule.is_exact:
+        return 1, 1
+    if schedule.find_wait(0):
+        return 2 * schedule.modules, schedule.modules
+    deep = -(-2 * schedule.modules // schedule.micro_batches)
+    return deep + 1, deep + 1
+
+
+@lru_cache(maxsize=1)
+def list_all(schedule: Schedule) -> list[list[list[Action]]]:
+    """The entries of each process by update. The last updates are there for others to go on, and so is the rest."""
+    fill, window = count_updates(schedule)
+    updates, processes = range(schedule.first, schedule.first + fill + 2 * window), range(schedule.processes)
+    lists = [[schedule.list_actions(process, update) for update in updates] for process in processes]
+    rest = [[] if schedule.order == "1f1b" else schedule.list_rest(process, updates[-1]) for process in processes]
+    return [[*some, last] for some, last in zip(lists, rest, strict=True)]
 
 
 class Walk:
@@ -146,7 +169,7 @@ class Walk:
 
 
 def count_held(
-    schedule: Schedule, modules: Sequence[Module], process: int, entries: Sequence[Action]
+    schedule: Schedule, modules: Sequence[Module], process: int
 ) -> tuple[dict[int, int], dict[int, int], int]:
     """What a process holds when there is the most: micro-batches and weight versions by module, and bytes."""
     own = schedule.find_modules(process)
@@ -154,7 +177,7 @@ def count_held(
     newest = dict.fromkeys(own, schedule.first)
     held, versions, memory = dict.fromkeys(own, 0), dict.fromkeys(own, 1), 0
     state = sum(modules[k].weights + modules[k].gradients + modules[k].moments for k in own)
-    for kind, k, number in entries:
+    for kind, k, number in chain.from_iterable(list_all(schedule)[process][: sum(count_updates(schedule))]):
         if kind == "forward":
             flying[k].append(schedule.find_version(number // schedule.micro_batches))
         elif kind == "backward":
@@ -175,23 +198,25 @@ def find_sequential_period(modules: Sequence[Module], traffic: Traffic, micro_ba
     return micro_batches * passes + max(module.update for module in modules)
 
 
-def find_data_parallel_period(whole: Module, devices: int, gradients: int, link: Link, blocks: int) -> float:
+def find_data_parallel_period(whole: Module, devices: int, link: Link, blocks: int) -> float:
     """Data parallelism in which each of D devices has a share of the update's samples, and gradients of one block are
     summed while those of the next are computed (Li et al., arXiv 2006.15704). A ring sums n bytes in
     2 (D-1)/D n / bandwidth + 2 (D-1) latency (Patarasuk and Yuan, 2009). The first message begins behind the backward
     pass of the last of L blocks, and the last message cannot begin before that of the first block ends: the longer one
     of B/L + sum and B + sum/L follows the forward pass."""
     hops = 2 * (devices - 1)
-    summing = hops / devices * gradients / link.bandwidth + hops * link.latency
+    summing = hops / devices * whole.gradients / link.bandwidth + hops * link.latency
     forward, backward = whole.forward / devices, whole.backward / devices
     return forward + max(backward / blocks + summing, backward + summing / blocks) + whole.update
 
 
 def find_zero_bubble_period(modules: Sequence[Module], traffic: Traffic, micro_batches: int) -> float:
     """The bound of ZB-H1, whose memory is that of 1F1B: M (F + B + W) + (K-1) (F + B - W), where B is the backward pass
-    of inputs and W that of weights, each half of the backward pass here (Qi et al., arXiv 2401.10241, section 2, where
-    1F1B has (K-1) (F + B + W) of idle time). Modules are taken to be as slow as the slowest; the first micro-batch and
-    the last gradient pass K-1 edges each."""
-    slowest = max(modules, key=lambda module: module.forward + module.backward)
-    work = micro_batches * (slowest.forward + slowest.backward) + max(module.update for module in modules)
-    return work + (len(modules) - 1) * (slowest.forward + 2 * traffic.seconds(traffic.stream))
+    of inputs and W that of weights, each half of the backward pass here (Qi et al., arXiv 2401.10241, section 2; 1F1B
+    has (K-1) (F + B + W) behind the plus). M counts for the slowest module, the rest for the others. The first
+    micro-batch and the last gradient pass K-1 edges each."""
+    busy = [module.forward + module.backward for module in modules]
+    slowest = busy.index(max(busy))
+    idle = sum(module.forward for k, module in enumerate(modules) if k != slowest)
+    idle += 2 * (len(modules) - 1) * traffic.seconds(traffic.stream)
+    return micro_batches * busy[slowest] + idle + max(module.update for module in modules)
