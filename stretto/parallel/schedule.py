@@ -44,11 +44,16 @@ class Schedule:
     ring: bool = False
     micro_batches: int = 1  # of an update, in this process
     first: int = 0  # the first update in this order: nothing before it is waited for
+    # 1f1b, 2bw: micro-batches that a module has under way beyond those of the next one. With 1, every message is waited
+    # for; with 2, a message may take as long as the passes of a micro-batch, at the cost of twice the activations.
+    lead: int = 1
 
     def __post_init__(self) -> None:
-        if self.order == "2bw" and self.micro_batches < self.modules - 1:
+        if self.lead != 1 and self.order not in ("1f1b", "2bw"):
+            raise ValueError(f"lead = {self.lead}: how far modules of {self.order!r} are ahead says their delay")
+        if self.order == "2bw" and self.micro_batches < (least := self.lead * (self.modules - 1)):
             raise ValueError(
-                f"2bw with {self.modules} modules needs {self.modules - 1} micro-batches in an update or more, not "
+                f"2bw with {self.modules} modules needs {least} micro-batches in an update or more, not "
                 f"{self.micro_batches}: the weights that its passes use would not be there yet"
             )
 
@@ -111,7 +116,7 @@ class Schedule:
         unit = size if self.order == "pipelined" else 1
 
         def list_end(module: int, ahead: int) -> Iterator[Action]:
-            behind = ahead - (self.modules - 1 - module) * unit
+            behind = ahead - (self.modules - 1 - module) * unit * self.lead
             if behind >= begin:
                 yield Action("backward", module, behind)
             done = ahead if self.order == "pipelined" else behind
@@ -152,7 +157,7 @@ class Schedule:
             slots = range(end, end + self._ahead * size if self.ring and process == 0 else end)
             late = [action for slot in slots for action in self._list_slot(process, slot) if action.module == last]
             return [*late, *self._list_waiting(process, update)]
-        slots = range(end, end + self.modules - 1 + self._ahead)
+        slots = range(end, end + (self.modules - 1) * self.lead + self._ahead)
         rest = [action for slot in slots for action in self._list_slot(process, slot)]
         return [a for a in rest if a.number < (update + 1 if a.kind == "update" else end)]
 

@@ -124,8 +124,8 @@ def test_a_small_comparison(make_config: MakeConfig, tmp_path: Path) -> None:
     app, out = typer.Typer(), tmp_path / "out"
     app.command()(main)
     words = ["demo", "--out", str(out), "--modules", "2", "--seeds", "1", "--variants", "2bw", "--warmup", "2"]
-    sets = [f"data.train={tmp_path / 'text'}", "data.suffix=.txt", "data.seq_len=16", "data.batch_size=4", "model.width=32",
-            "model.layers=2", "train.steps=4", "train.eval_batches=1", "train.sample="]  # fmt: skip
+    sets = [f"data.train={tmp_path / 'text'}", "data.suffix=.txt", "data.seq_len=16", "data.batch_size=4",
+            "model.width=32", "model.layers=2", "train.steps=4", "train.eval_batches=1", "train.sample="]  # fmt: skip
     words += [word for key in sets for word in ("--set", key)]
     first, again = (CliRunner().invoke(app, words, catch_exceptions=False).output for _ in range(2))
     assert "| 2bw K=2 | 2.00 |" in first and first.endswith(again), "the second time nothing is trained"
