@@ -9,7 +9,9 @@ from itertools import combinations, product
 from random import Random
 
 import pytest
+from typer.testing import CliRunner
 
+from stretto.cli import app
 from stretto.config import load_config
 from stretto.errors import ConfigError
 from stretto.parallel.pipeline_costs import Costs, explain_pipeline, list_rows
@@ -159,9 +161,9 @@ def test_64_modules() -> None:
 
 def test_closed_forms() -> None:
     assert find_zero_bubble_period([ONE] * 4, Traffic(), 8) == 8 * 3 + 3 * 1, "a third of the 9 of 1f1b"
-    whole, link = Module(4.0, 8.0, gradients=300), Link("", 100.0, 0.0)
-    assert find_data_parallel_period(whole, 4, link, blocks=4) == 1 + (0.5 + 4.5), "messages are longer than the pass"
-    assert find_data_parallel_period(whole, 4, Link("", 1e9, 0.0), blocks=4) == pytest.approx(3)
+    model, link = Module(1.0, 2.0, gradients=300), Link("", 100.0, 0.0)
+    assert find_data_parallel_period(model, 4, link, blocks=4) == 1 + (0.5 + 4.5), "messages are longer than the pass"
+    assert find_data_parallel_period(model, 4, Link("", 1e9, 0.0), blocks=4) == pytest.approx(3)
 
 
 def test_balance_is_exact() -> None:
@@ -201,6 +203,14 @@ def test_a_plan_compares_all_ways() -> None:
     assert rows[4, "2bw, ring"].memory < rows[4, "2bw, linear"].memory < rows[4, "pipelined, linear"].memory
     assert rows[4, "1f1b, ring"].periods[2] < rows[4, "1f1b, linear"].periods[2], "the table does not travel"
     assert all(0 < row.busy < 1.0001 for row in rows.values())
+
+
+def test_a_plan_is_printed() -> None:
+    outcome = CliRunner().invoke(app, ["plan", "demo", "--pipeline"])
+    assert outcome.exit_code == 0, outcome.output
+    ways = [line[9:29].strip() for line in outcome.output.splitlines()[5:]]
+    assert ways[0] == "one device" and ways.count("data parallelism") == 5
+    assert ways.count("2bw, linear") == 3 and ways.count("2bw, ring") == 2, "four blocks: no more than four modules"
 
 
 def test_a_plan_of_what_cannot_be_cut() -> None:

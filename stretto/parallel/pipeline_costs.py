@@ -132,7 +132,6 @@ def list_rows(costs: Costs) -> Iterator[Row]:
     config, layers = costs.config, costs.config.model.layers
     whole, few = costs.cut(config.train.micro_batches, 1, False)[0], config.train.micro_batches
     work = few * (whole.forward + whole.backward)
-    everything = replace(whole, forward=few * whole.forward, backward=few * whole.backward)
     yield Row(1, "one device", few, [work + whole.update] * len(LINKS), 1.0, find_bytes(config, costs.samples // few))
     for devices in DEVICES:
         many = max(size for size in range(1, 2 * devices + 1) if costs.samples % size == 0)
@@ -150,9 +149,11 @@ def list_rows(costs: Costs) -> Iterator[Row]:
                 periods = [find(modules, costs.traffic(size, link), size) for link in LINKS]
                 memory = max(count_held(schedule, modules, process)[2] for process in range(devices))
                 yield Row(devices, way, size, periods, (work + whole.update) / devices / periods[0], memory)
-        periods = [find_data_parallel_period(everything, devices, link, layers) for link in LINKS]
-        memory = find_bytes(config, -(-costs.samples // devices))
-        yield Row(devices, "data parallelism", 1, periods, (work / devices + whole.update) / periods[0], memory)
+        most = -(-costs.samples // devices)
+        own = replace(whole, forward=work / 3 * most / costs.samples, backward=work * 2 / 3 * most / costs.samples)
+        periods = [find_data_parallel_period(own, devices, link, layers) for link in LINKS]
+        busy = (work / devices + whole.update) / periods[0]
+        yield Row(devices, "data parallelism", 1, periods, busy, find_bytes(config, most))
 
 
 def simulate_row(costs: Costs, schedule: Schedule) -> Row:

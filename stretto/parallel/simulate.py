@@ -198,16 +198,16 @@ def find_sequential_period(modules: Sequence[Module], traffic: Traffic, micro_ba
     return micro_batches * passes + max(module.update for module in modules)
 
 
-def find_data_parallel_period(whole: Module, devices: int, link: Link, blocks: int) -> float:
-    """Data parallelism in which each of D devices has a share of the update's samples, and gradients of one block are
-    summed while those of the next are computed (Li et al., arXiv 2006.15704). A ring sums n bytes in
+def find_data_parallel_period(model: Module, devices: int, link: Link, blocks: int) -> float:
+    """Data parallelism: each of D devices has the model and its part of the samples; gradients of one block are summed
+    while those of the next are computed (Li et al., arXiv 2006.15704). A ring sums n bytes in
     2 (D-1)/D n / bandwidth + 2 (D-1) latency (Patarasuk and Yuan, 2009). The first message begins behind the backward
     pass of the last of L blocks, and the last message cannot begin before that of the first block ends: the longer one
     of B/L + sum and B + sum/L follows the forward pass."""
     hops = 2 * (devices - 1)
-    summing = hops / devices * whole.gradients / link.bandwidth + hops * link.latency
-    forward, backward = whole.forward / devices, whole.backward / devices
-    return forward + max(backward / blocks + summing, backward + summing / blocks) + whole.update
+    summing = hops / devices * model.gradients / link.bandwidth + hops * link.latency
+    behind = max(model.backward / blocks + summing, model.backward + summing / blocks)
+    return model.forward + behind + model.update
 
 
 def find_zero_bubble_period(modules: Sequence[Module], traffic: Traffic, micro_batches: int) -> float:
