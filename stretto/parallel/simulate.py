@@ -214,7 +214,7 @@ def find_zero_bubble_period(modules: Sequence[Module], traffic: Traffic, micro_b
     """The bound of ZB-H1, whose memory is that of 1F1B: M (F + B + W) + (K-1) (F + B - W), where B is the backward pass
     of inputs and W that of weights, each half of the backward pass here (Qi et al., arXiv 2401.10241, section 2; 1F1B
     has (K-1) (F + B + W) behind the plus). M counts for the slowest module, the rest for the others. The first
-    micro-batch and the last gradient pass K-1 edges each."""
+    micro-batch and the last gradient pass K-1 edges each; what a tied embedding sends is not counted."""
     busy = [module.forward + module.backward for module in modules]
     slowest = busy.index(max(busy))
     idle = sum(module.forward for k, module in enumerate(modules) if k != slowest)
