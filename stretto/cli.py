@@ -110,19 +110,22 @@ def plan(
     override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
     memory: Annotated[bool, typer.Option("--memory", help="the bytes of a training step, by role")] = False,
     gpu_memory: Annotated[str, typer.Option(help="of a card, such as 16GiB: which batch fits into it")] = "",
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="time and bytes of the model cut over devices")] = False,
 ) -> None:
     """Say what a recipe needs, without running it."""
     from stretto.config import load_config
+    from stretto.parallel.pipeline_costs import explain_pipeline
     from stretto.plan import explain_memory, read_bytes
     from stretto.recipes import find_recipe
 
-    if not memory:
-        raise typer.BadParameter("only memory can be planned yet: add --memory", param_hint="--memory")
+    if not memory and not pipeline:
+        raise typer.BadParameter("say what to plan: --memory or --pipeline", param_hint="--memory")
     try:
         limit = read_bytes(gpu_memory) if gpu_memory else 0
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
-    for line in explain_memory(load_config(find_recipe(recipe), override), limit):
+    config = load_config(find_recipe(recipe), override)
+    for line in (*(explain_memory(config, limit) if memory else ()), *(explain_pipeline(config) if pipeline else ())):
         typer.echo(line)
 
 

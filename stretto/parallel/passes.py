@@ -223,7 +223,11 @@ class Pipelined(Executor):
         assert version in (module.clock, module.clock - 1), "older weights than those before the last update are gone"
         weights = self._find_weights(module) if version == module.clock else dict(module.before)
         if self.tied and module.is_first:
-            self._lend_table(update, weights[TABLE])
+            # The gradient of the output is younger than that of the input, so it is predicted less far ahead.
+            young = self.schedule.find_wait(0) > 0
+            self._lend_table(
+                update, self._predict(module, module.own[TABLE], self.schedule.late) if young else weights[TABLE]
+            )
         if self.tied and module.is_last and not module.is_first:
             weights[TABLE] = self._borrow_table(update)
         module.used[update] = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
@@ -257,20 +261,23 @@ class Pipelined(Executor):
             self.output_gradients[update] = self.table_channels[1].take(update)[0]
         return self.output_gradients[update]
 
-    @torch.no_grad()
     def _find_weights(self, module: Stage) -> Weights:
-        """What passes are to use of the weights as they are now. With `predict`, they are moved by as many updates as
-        will be made until a gradient is applied, each like the last one (Chen and others, arXiv 1809.02839)."""
-        ahead, optim, found = self.schedule.find_delay(module.number), self.optim, {}
+        """What passes are to use of the weights as they are now."""
+        ahead = self.schedule.find_delay(module.number)
+        return {name: self._predict(module, p, ahead) for name, p in module.own.items()}
+
+    @torch.no_grad()
+    def _predict(self, module: Stage, p: Tensor, ahead: int) -> Tensor:
+        """A weight as it is; with the option `predict`, moved by as many updates as will be made until its gradient is
+        applied, each like the last one (Chen and others, arXiv 1809.02839)."""
+        state, optim = self.work.optimizer.state.get(p), self.optim
+        if not (self.cfg.predict and ahead and state):
+            return p.detach()
+        count = state["step"].clamp(min=1)  # before the first update both moments are 0
+        mean = state["exp_avg"].float() / (1 - optim.beta1**count)
+        root = (state["exp_avg_sq"].float() / (1 - optim.beta2**count)).sqrt()
         shift = ahead * self._find_rate(module, module.clock)
-        for name, p in module.own.items():
-            found[name], state = p.detach(), self.work.optimizer.state.get(p)
-            if self.cfg.predict and ahead and state:
-                count = state["step"].clamp(min=1)  # before the first update both moments are 0
-                mean = state["exp_avg"].float() / (1 - optim.beta1**count)
-                root = (state["exp_avg_sq"].float() / (1 - optim.beta2**count)).sqrt()
-                found[name] = (p.float() - shift * mean / (root + optim.eps)).to(p.dtype)
-        return found
+        return (p.float() - shift * mean / (root + optim.eps)).to(p.dtype)
 
     def _find_rate(self, module: Stage, update: int) -> float:
         age = self.schedule.find_delay(module.number)

@@ -62,9 +62,11 @@ class Pipeline(Technique):
         model, mesh = context.model, context.mesh
         assert model is not None and mesh.grid is not None
         self.group = mesh.grid.get_group(self.name)
-        parts = gcd(context.micro_batches, mesh.data_world)
+        self.size = context.micro_batches // gcd(context.micro_batches, mesh.data_world)  # micro-batches of an update
+        ring = is_ring(cfg, model)
+        enough = max(self.size, cfg.pipeline + ring)  # `check` says so where there are fewer
         self.schedule = Schedule(
-            cfg.schedule, cfg.pipeline, is_ring(cfg, model), context.micro_batches // parts, cfg.sync_steps
+            cfg.schedule, cfg.pipeline, ring, enough if cfg.schedule == "2bw" else self.size, cfg.sync_steps
         )
 
     @classmethod
@@ -86,7 +88,7 @@ class Pipeline(Technique):
     def check(self, others: Sequence[Technique]) -> list[str]:
         cfg, model, context, schedule = self.cfg, self.context.model, self.context, self.schedule
         assert model is not None
-        modules, size = schedule.modules, schedule.micro_batches
+        modules, size = schedule.modules, self.size
         drops = model.dropout or model.attention_dropout or model.activation_dropout
         wanted = modules - 1
         reasons = {

@@ -21,9 +21,11 @@ Every process can walk through its list without a deadlock: each entry needs onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 FORWARD_SHARE = 1 / 3  # of the work on a micro-batch
@@ -42,6 +44,18 @@ class Schedule:
     ring: bool = False
     micro_batches: int = 1  # of an update, in this process
     first: int = 0  # the first update in this order: nothing before it is waited for
+    # 1f1b, 2bw: micro-batches that a module has under way beyond those of the next one. With 1, every message is waited
+    # for; with 2, a message may take as long as the passes of a micro-batch, at the cost of twice the activations.
+    lead: int = 1
+
+    def __post_init__(self) -> None:
+        if self.lead != 1 and self.order not in ("1f1b", "2bw"):
+            raise ValueError(f"lead = {self.lead}: how far modules of {self.order!r} are ahead says their delay")
+        if self.order == "2bw" and self.micro_batches < (least := self.lead * (self.modules - 1)):
+            raise ValueError(
+                f"2bw with {self.modules} modules needs {least} micro-batches in an update or more, not "
+                f"{self.micro_batches}: the weights that its passes use would not be there yet"
+            )
 
     @property
     def modules(self) -> int:
@@ -91,9 +105,9 @@ class Schedule:
         actions = [action for slot in slots for action in self._list_slot(process, slot)]
         if self.order != "1f1b":
             return actions
-        first = {"update": update}  # what belongs to the update before was done at its end
-        actions = [action for action in actions if action.number >= first.get(action.kind, slots.start)]
-        return actions + self.list_rest(process, update)
+        first = {"update": update}  # what belongs to updates before was done at their ends
+        actions += self.list_rest(process, update)
+        return [action for action in actions if action.number >= first.get(action.kind, slots.start)]
 
     def _list_slot(self, process: int, slot: int) -> Iterator[Action]:
         """While a process runs micro-batch `slot` forward in its first module. The last module of a ring comes in
@@ -102,7 +116,7 @@ class Schedule:
         unit = size if self.order == "pipelined" else 1
 
         def list_end(module: int, ahead: int) -> Iterator[Action]:
-            behind = ahead - (self.modules - 1 - module) * unit
+            behind = ahead - (self.modules - 1 - module) * unit * self.lead
             if behind >= begin:
                 yield Action("backward", module, behind)
             done = ahead if self.order == "pipelined" else behind
@@ -143,6 +157,45 @@ class Schedule:
             slots = range(end, end + self._ahead * size if self.ring and process == 0 else end)
             late = [action for slot in slots for action in self._list_slot(process, slot) if action.module == last]
             return [*late, *self._list_waiting(process, update)]
-        slots = range(end, end + self.modules - 1 + self._ahead)
+        slots = range(end, end + (self.modules - 1) * self.lead + self._ahead)
         rest = [action for slot in slots for action in self._list_slot(process, slot)]
         return [a for a in rest if a.number < (update + 1 if a.kind == "update" else end)]
+
+
+def balance(
+    costs: Sequence[float], modules: int, ring: bool = False, first: float = 0.0, last: float = 0.0
+) -> list[range]:
+    """Cuts blocks that cost so much into modules, such that the busiest process has as little to do as is possible.
+    `first` and `last` are what embedding and head cost besides. Every module has at least one block; where there is a
+    choice, later modules have more of them, since earlier ones hold more micro-batches. What the busiest process does
+    is a sum over neighbours, or in a ring over all that is left and right of them: the least sum that will do is found
+    by bisection."""
+    blocks = len(costs)
+    if not 1 + ring <= modules <= blocks:
+        raise ValueError(f"{blocks} blocks cannot be cut into {modules} modules{' of a ring' if ring else ''}")
+    until = [0.0, *accumulate(costs)]  # with the embedding in front of the first block, and the head behind the last
+    until = [0.0, *(first + cost for cost in until[1:-1]), first + until[-1] + last]
+    pairs = [(i, j) for j in range(1, blocks + 1) for i in range(j)]
+    sums = {until[j] - until[i] for i, j in pairs}
+    sums |= {until[i] + until[-1] - until[j] for i, j in pairs} if ring else set()
+
+    def cut(limit: float) -> list[int]:
+        """Where modules begin, the last one first, with no process beyond the limit; empty: that cannot be."""
+        for start in range(blocks - 1, modules - 2, -1) if ring else (blocks,):  # of the last module of a ring
+            found = [start]
+            for left in range(modules - 1 - ring, ring - 1, -1):  # modules in front of the one that is cut off
+                begin = found[-1] - 1
+                while begin > left and until[found[-1]] - until[begin - 1] <= limit:
+                    begin -= 1
+                found.append(begin)
+            loads = [until[b] - until[a] for b, a in pairwise(found)]
+            if ring:
+                loads.append(until[found[-1]] + until[-1] - until[start])
+                found = [blocks, *found, 0]
+            if found[-1] == 0 and max(loads) <= limit:
+                return found
+        return []
+
+    limits = sorted(sums)
+    found = cut(limits[bisect_left(limits, True, key=lambda limit: bool(cut(limit)))])
+    return [range(a, b) for b, a in pairwise(found)][::-1]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stretto.config import ModelConfig
 from stretto.model import Chain, LMHead
-from stretto.parallel.schedule import Schedule
+from stretto.parallel.schedule import Schedule, balance
 from stretto.runtime import Runtime
 
 # Bytes in front of a message: the number of its micro-batch, and whether its update was cancelled. As many as tensors
@@ -136,32 +136,7 @@ def find_spans(cfg: ModelConfig, schedule: Schedule, cuts: Sequence[int]) -> lis
     inner = cfg.mlp_width or 4 * cfg.width
     block = 4 * cfg.width + (3 if cfg.activation == "swiglu" else 2) * inner  # products of a token, by the width
     labels = 1.0 if cfg.kind == "decoder" else 0.15
-    return balance(cfg.layers, labels * cfg.vocab / block, schedule)
-
-
-def balance(layers: int, head: float, schedule: Schedule) -> list[range]:
-    """Parts of which the largest is as small as can be; `head` is the work of the output in blocks."""
-    processes, ring = schedule.processes, schedule.ring
-
-    def find_load(sizes: Sequence[int]) -> float:
-        loads = [float(size) for size in sizes]
-        loads[-1] += head
-        return max([loads[0] + loads[-1], *loads[1:-1]] if ring else loads)
-
-    def share(blocks: int, parts: int) -> list[int]:
-        return [blocks // parts + (i < blocks % parts) for i in range(parts)]
-
-    ends = [(first, last) for last in range(1, layers) for first in (range(1, layers - last) if ring else (0,))]
-    tried = []
-    for first, last in ends:
-        middle = processes - 1
-        if layers - first - last >= middle:
-            sizes = [*([first] if ring else []), *share(layers - first - last, middle), last]
-            tried.append(sizes)
-    # Equal loads: modules in front are larger, since the first learn latest from what the others have done.
-    best = min(tried, key=lambda sizes: (find_load(sizes), abs(sizes[0] - sizes[-1])))
-    starts = [sum(best[:i]) for i in range(len(best) + 1)]
-    return [range(*ends) for ends in pairwise(starts)]
+    return balance([1.0] * cfg.layers, schedule.modules, schedule.ring, last=labels * cfg.vocab / block)
 
 
 def cut(model: Chain, spans: Sequence[range], mine: Sequence[int]) -> None:

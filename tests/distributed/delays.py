@@ -54,17 +54,25 @@ class Delayed:
         return {name: p.detach().clone() for name, p in self.named.items()}
 
     def find_weights(self, version: int) -> dict[str, Tensor]:
-        found, optim = self.copy(), self.config.optim
-        state = self.parts.update.optimizer.state
+        found = {}
         for name, p in self.named.items():
             age = self.schedule.find_delay(self.find_module(name))
-            if self.config.parallel.predict and age and version >= self.schedule.first and p in state:
-                rate = learning_rate(optim, version, self.config.train.steps)
-                shift, count = age * (rate / (1 + age) ** self.config.parallel.late_lr), state[p]["step"].clamp(min=1)
-                mean = state[p]["exp_avg"].float() / (1 - optim.beta1**count)
-                root = (state[p]["exp_avg_sq"].float() / (1 - optim.beta2**count)).sqrt()
-                found[name] = (p.detach().float() - shift * mean / (root + optim.eps)).to(p.dtype)
+            found[name] = self.predict(version, p, age, age)
+        age = self.schedule.find_delay(0)
+        if self.tied:
+            ahead = self.schedule.late if self.schedule.find_wait(0) else age
+            found["output"] = self.predict(version, self.named[TABLE], ahead, age)
         return found
+
+    def predict(self, version: int, p: Tensor, ahead: int, age: int) -> Tensor:
+        state, optim = self.parts.update.optimizer.state.get(p), self.config.optim
+        if not (self.config.parallel.predict and ahead and state and version >= self.schedule.first):
+            return p.detach().clone()
+        rate = learning_rate(optim, version, self.config.train.steps) / (1 + age) ** self.config.parallel.late_lr
+        count = state["step"].clamp(min=1)
+        mean = state["exp_avg"].float() / (1 - optim.beta1**count)
+        root = (state["exp_avg_sq"].float() / (1 - optim.beta2**count)).sqrt()
+        return (p.detach().float() - ahead * rate * mean / (root + optim.eps)).to(p.dtype)
 
     def put(self, values: dict[str, Tensor]) -> None:
         for name, p in self.named.items():
@@ -88,7 +96,10 @@ class Delayed:
             for i in range(step * size, (step + 1) * size)
         ]
         factor = torch.ones(()) / max(sum(batch.counts.labels for batch in batches), 1)
-        table = self.named[TABLE].detach().clone().requires_grad_()
+        used = (
+            self.versions[self.schedule.find_version(step)]["output"] if self.tied and not exact else self.named[TABLE]
+        )
+        table = used.detach().clone().requires_grad_()
         self.model.zero_grad(set_to_none=True)
         losses = []
         for index, batch in zip(range(step * size, (step + 1) * size), batches, strict=True):
