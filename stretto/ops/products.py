@@ -8,6 +8,7 @@ A linear layer has three products, one forward and two backward, of 2 T O C FLOP
                                                 compute_gradients: dx and dweight side by side
                                                 compute_some_gradients: those whose factor is given
     weights   one matrix of several weights     join_rows, and split_rows for its gradient
+    all       the products of one layer         Product, for a layer that multiplies in a way of its own
 
 Shapes: x and dx [T, C], weight and dweight [O, C], bias [O], y and dout [T, O]. Everything else between two products
 is element by element, and is done by the kernels of the other files.
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FEW = 2048  # tokens, up to which dx and dweight run side by side
+Kept = tuple[Tensor, ...]  # a factor as later products read it
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -103,6 +105,37 @@ def compute_some_gradients(dout: Tensor, x: Tensor | None, weight: Tensor | None
     if x is None or weight is None:
         return None if weight is None else compute_dx(dout, weight), None if x is None else compute_dweight(dout, x)
     return compute_gradients(dout, x, weight)
+
+
+class Product:
+    """How one layer multiplies. A layer that is given such an object asks it for all of its products, and keeps for
+    the backward pass what the object says. This one multiplies as the functions above do; others override all of it."""
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Kept]:
+        """Returns x weight^T + bias, and what dweight needs of x."""
+        return multiply(x, weight.to(x.dtype), bias), self.keep(x)
+
+    def keep(self, x: Tensor) -> Kept:
+        """Returns what dweight needs of x, as `multiply` does."""
+        return (x,)
+
+    def take(self, dout: Tensor) -> Kept:
+        """Returns what dx and dweight need of the gradient of the layer's output."""
+        return (dout,)
+
+    def compute_dx(self, taken: Kept, weight: Tensor) -> Tensor:
+        return compute_dx(taken[0], weight.to(taken[0].dtype))
+
+    def compute_dweight(self, taken: Kept, kept: Kept) -> Tensor:
+        return compute_dweight(taken[0], kept[0])
+
+    def compute_gradients(
+        self, dout: Tensor, kept: Kept | None, weight: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns dx, which needs the weight, and dweight, which needs what was kept of x."""
+        taken = self.take(dout)
+        dx = None if weight is None else self.compute_dx(taken, weight)
+        return dx, None if kept is None else self.compute_dweight(taken, kept)
 
 
 def join_rows(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
