@@ -8,6 +8,7 @@ A linear layer has three products, one forward and two backward, of 2 T O C FLOP
                                                 compute_gradients: dx and dweight side by side
                                                 compute_some_gradients: those whose factor is given
     weights   one matrix of several weights     join_rows, and split_rows for its gradient
+    8 bits    the same, of scaled factors       multiply_scaled
     all       the products of one layer         Product, for a layer that multiplies in a way of its own
 
 Shapes: x and dx [T, C], weight and dweight [O, C], bias [O], y and dout [T, O]. Everything else between two products
@@ -105,6 +106,37 @@ def compute_some_gradients(dout: Tensor, x: Tensor | None, weight: Tensor | None
     if x is None or weight is None:
         return None if weight is None else compute_dx(dout, weight), None if x is None else compute_dweight(dout, x)
     return compute_gradients(dout, x, weight)
+
+
+def multiply_scaled(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, recipe: str, dtype: torch.dtype,
+    bias: Tensor | None = None, square: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns (scale_a a) (scale_b b)^T + bias in `dtype`, for 8-bit a [M, K] and b [N, K] with scales by a recipe of
+    fp8.py; `square`: the blocks of b are squares. Partial sums are promoted to fp32 on a GPU. The definition, on a CPU,
+    multiplies what the factors stand for, in fp32, as torch's own operation does there."""
+    if not a.is_cuda:
+        if recipe == "block128":
+            scale_a = _spread(scale_a.t(), 1, a.shape)
+            scale_b = _spread(*(scale_b, 128) if square else (scale_b.t(), 1), b.shape)
+        out = torch.mm(a.float() * scale_a, (b.float() * scale_b).t())
+        return (out if bias is None else out + bias.float()).to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    if recipe != "block128":
+        options: dict[str, Any] = {"bias": bias, "out_dtype": dtype, "use_fast_accum": False}
+        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), **options)
+    # cuBLAS reads the scales of squares in rows of a multiple of 4, and those of blocks for a multiple of 4 rows.
+    rows, kinds = a.shape[0], (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+    if rows % 4:
+        a, scale_a = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % 4)).view(a.dtype), F.pad(scale_a, (0, -rows % 4))
+    scale_b = F.pad(scale_b, (0, -scale_b.shape[1] % 4)) if square else scale_b
+    out = F.scaled_mm(a, b.t(), scale_a.t(), kinds[0], scale_b.t(), kinds[square], bias=bias, output_dtype=dtype)
+    return out.narrow(0, 0, rows)
+
+
+def _spread(scale: Tensor, rows: int, shape: Sequence[int]) -> Tensor:
+    """The scales of blocks of `rows` x 128 for each element of a matrix of this shape."""
+    return scale.repeat_interleave(rows, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
 
 
 class Product:
