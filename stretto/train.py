@@ -103,7 +103,7 @@ def run_loop(run: Run, report: Report) -> None:
         run.step, run.tokens = step + 1, run.tokens + tokens
         meter.add(tokens, slots, padding, flops)
         meter.leave_out_recording(parts.executor.recording_seconds)
-        for note in parts.executor.take_notes():
+        for note in [*parts.executor.take_notes(), *parts.techniques.take_notes()]:
             report.say(note)
         report.advance(run.step)
         if run.step == 1 or _due(cfg.log_every, run):

@@ -5,8 +5,8 @@
     loss          times 1000, so that gradients are not lost below 2^-16
     update        g = g / 1000 + decay w;  v = momentum v + g;  w = w - lr v;  each rounded at random to (1,6,9)
 
-The model is one whose layers ask a `Product` (ops/products.py) for their products, forward and backward, as the fused
-ones do; here that object rounds and adds up as above. What is between products, attention too, is in the dtype of the
+The model is one of our own kernels, whose layers ask a `Product` (ops/products.py) for their products, forward and
+backward; here that object rounds and adds up as above. What is between products, attention too, is in the dtype of the
 model. Sums are sequential inside of a chunk: training is thousands of times slower than in real numbers of 8 bits,
 and its speed says nothing.
 """

@@ -62,9 +62,8 @@ def find_scale(most: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def most_of(x: Tensor, dim: int | None = None) -> Tensor:
-    """The largest magnitude, NaN if there is one; along a dim, which stays."""
-    low, high = torch.aminmax(x) if dim is None else torch.aminmax(x, dim=dim, keepdim=True)
-    return torch.maximum(-low, high)
+    """The largest magnitude in fp32, NaN if there is one; along a dim, which stays. It is one pass, without a copy."""
+    return torch.linalg.vector_norm(x, torch.inf, dim, keepdim=dim is not None, dtype=torch.float32)
 
 
 def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -118,79 +117,100 @@ def _put(x, scale, ptr, offset, mask, LARGEST: tl.constexpr, EMULATE: tl.constex
 
 
 @jit
-def _scale_of(x, AXIS: tl.constexpr, LARGEST: tl.constexpr):
-    most = tl.max(tl.where(x == x, tl.abs(x), float("inf")), AXIS)
+def _scale_of(most, LARGEST: tl.constexpr):
+    most = tl.where(most == most, most, float("inf"))
     return tl.where(most == 0.0, 1.0, most / LARGEST)
 
 
 @jit
+def _most_of(x, AXIS: tl.constexpr):
+    return tl.max(tl.where(x == x, tl.abs(x), float("inf")), AXIS)
+
+
+@jit
 def _quantize_kernel(
-    x_ptr, data_ptr, scale_ptr, data_t_ptr, scale_t_ptr, rows, cols, filled_rows, x_stride,
+    x_ptr, most_ptr, most_t_ptr, data_ptr, scale_ptr, data_t_ptr, scale_t_ptr, rows, cols, filled_rows, x_stride,
     KIND: tl.constexpr,  # tensor, row, block128, or square: the blocks of a weight
     LARGEST: tl.constexpr, SIZE: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """A program has one tile of SIZE x SIZE. Scales of tensors and rows are given, those of blocks are found here."""
+    """A program has one tile of SIZE x SIZE. The largest magnitudes of tensors and rows are given, those of blocks are
+    found here."""
     tile_row, tile_col = tl.program_id(0), tl.program_id(1)
     row = (tile_row * SIZE + tl.arange(0, SIZE)).to(tl.int64)[:, None]
     col = (tile_col * SIZE + tl.arange(0, SIZE)).to(tl.int64)[None, :]
     inside, filled = (row < rows) & (col < cols), (row < filled_rows) & (col < cols)
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
     if KIND == "tensor":
-        scale = tl.load(scale_ptr)
+        scale = _scale_of(tl.load(most_ptr), LARGEST)
         scale_t = scale
+        tl.store(scale_ptr, scale)  # by all programs, the same
     elif KIND == "row":
-        scale = tl.load(scale_ptr + row, mask=row < rows, other=1.0)
-        scale_t = tl.load(scale_t_ptr + col, mask=col < cols, other=1.0)
+        scale = _scale_of(tl.load(most_ptr + row, mask=row < rows, other=0.0), LARGEST)
+        scale_t = _scale_of(tl.load(most_t_ptr + col, mask=col < cols, other=0.0), LARGEST)
+        tl.store(scale_ptr + row, scale, mask=row < rows)
+        tl.store(scale_t_ptr + col, scale_t, mask=col < cols)
     elif KIND == "square":
-        scale = _scale_of(tl.reshape(x, [SIZE * SIZE]), 0, LARGEST)
+        scale = _scale_of(_most_of(tl.reshape(x, [SIZE * SIZE]), 0), LARGEST)
         scale_t = scale
         tl.store(scale_ptr + tile_row * tl.num_programs(1) + tile_col, scale)
         tl.store(scale_t_ptr + tile_col * tl.num_programs(0) + tile_row, scale)
     else:
-        scale = _scale_of(x, 1, LARGEST)[:, None]
-        scale_t = _scale_of(x, 0, LARGEST)[None, :]
+        scale = _scale_of(_most_of(x, 1), LARGEST)[:, None]
+        scale_t = _scale_of(_most_of(x, 0), LARGEST)[None, :]
         tl.store(scale_ptr + tile_col.to(tl.int64) * rows + row, scale, mask=row < rows)
         tl.store(scale_t_ptr + tile_row.to(tl.int64) * cols + col, scale_t, mask=col < cols)
     _put(x, scale, data_ptr, row * cols + col, inside, LARGEST, EMULATE)
     _put(x, scale_t, data_t_ptr, col * filled_rows + row, filled, LARGEST, EMULATE)
 
 
-def launch_quantize(
-    x: Tensor, dtype: torch.dtype, recipe: str, most: Tensor | None, weight: bool, emulate: bool | None = None
-) -> Narrow:
-    """Computes quantize_ref: scales of tensors and rows by torch, all else by one kernel. `emulate`: the kernel rounds
-    before it casts; None: where it runs in the interpreter."""
-    x, emulate = dense_rows(x), not x.is_cuda if emulate is None else emulate
+def _new_narrow(x: Tensor, dtype: torch.dtype, recipe: str, weight: bool) -> Narrow:
+    """The memory of the result."""
     (rows, cols), parts = x.shape, PARTS[recipe]
-    filled = cdiv(rows, parts) * parts
     high, wide = cdiv(rows, BLOCK), cdiv(cols, BLOCK)
-    if recipe == "tensor":
-        scale = scale_t = find_scale(most_of(x) if most is None else most, dtype).view(1, 1)
-    elif recipe == "row":
-        scale, scale_t = find_scale(most_of(x, 1), dtype), find_scale(most_of(x, 0), dtype).view(-1, 1)
-    else:
-        shapes = ((high, wide), (wide, high)) if weight else ((wide, rows), (high, cols))
-        scale, scale_t = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    kind = "square" if recipe == "block128" and weight else recipe
-    data, data_t = x.new_empty(rows, cols, dtype=dtype), x.new_empty(cols, filled, dtype=dtype)
-    if x.numel():
-        _quantize_kernel[(high, wide)](
-            x, data, scale, data_t, scale_t, rows, cols, filled, x.stride(0),
-            KIND=kind, LARGEST=torch.finfo(dtype).max, SIZE=BLOCK, EMULATE=emulate, num_warps=8,
-        )  # fmt: skip
-    return Narrow(data, scale, data_t, scale_t)
+    shapes = {
+        "tensor": ((1, 1), (1, 1)),
+        "row": ((rows, 1), (cols, 1)),
+        "block128": ((high, wide), (wide, high)) if weight else ((wide, rows), (high, cols)),
+    }[recipe]
+    scale, scale_t = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    data, data_t = x.new_empty(rows, cols, dtype=dtype), x.new_empty(cols, cdiv(rows, parts) * parts, dtype=dtype)
+    return Narrow(data, scale, data_t, scale if recipe == "tensor" else scale_t)
+
+
+def launch_quantize(
+    x: Tensor, dtype: torch.dtype, recipe: str, most: Tensor | None, weight: bool,
+    out: Narrow | None = None, emulate: bool | None = None,
+) -> Narrow:  # fmt: skip
+    """Computes quantize_ref by one kernel, after one reduction for each way where scales are not those of blocks.
+    `emulate`: the kernel rounds before it casts; None: where it runs in the interpreter."""
+    x, emulate = dense_rows(x), not x.is_cuda if emulate is None else emulate
+    out, most_t = out or _new_narrow(x, dtype, recipe, weight), None
+    if recipe == "row":
+        most, most_t = most_of(x, 1), most_of(x, 0)
+    elif recipe == "tensor" and most is None:
+        most = most_of(x)
+    _quantize_kernel[(cdiv(len(x), BLOCK), cdiv(x.shape[1], BLOCK))](
+        x, most, most_t, *out, *x.shape, out.data_t.shape[1], x.stride(0),
+        KIND="square" if recipe == "block128" and weight else recipe, LARGEST=torch.finfo(dtype).max, SIZE=BLOCK,
+        EMULATE=emulate, num_warps=8,
+    )  # fmt: skip
+    return out
 
 
 def quantize(
-    x: Tensor, dtype: torch.dtype = E4M3, recipe: str = "tensor", most: Tensor | None = None, weight: bool = False
-) -> Narrow:
-    """x [M, K] in 8 bits, both ways. `most` is a bound of its magnitudes, for the recipe `tensor`, where one is known.
-    `weight`: blocks are squares, which are the same both ways."""
+    x: Tensor, dtype: torch.dtype = E4M3, recipe: str = "tensor", most: Tensor | None = None, weight: bool = False,
+    out: Narrow | None = None,
+) -> Narrow:  # fmt: skip
+    """x [M, K] in 8 bits, both ways, in the memory of `out` if that is given. `most` is a bound of its magnitudes, in
+    fp32, for the recipe `tensor`, where one is known. `weight`: blocks are squares, which are the same both ways."""
     if recipe not in RECIPES:
         raise ValueError(f"a recipe is one of {', '.join(RECIPES)}, not {recipe!r}")
-    if x.ndim != 2 or not len(x):
+    if x.ndim != 2 or not x.numel():
         raise ValueError(f"8-bit factors are matrices with at least one row, not {list(x.shape)}")
-    return (launch_quantize if runs_kernels(x) else quantize_ref)(x, dtype, recipe, most, weight)
+    if runs_kernels(x):
+        return launch_quantize(x, dtype, recipe, most, weight, out)
+    found = quantize_ref(x, dtype, recipe, most, weight)
+    return found if out is None else Narrow(*(old.copy_(new) for old, new in zip(out, found, strict=True)))
 
 
 def can_multiply(recipe: str, out: int, inner: int) -> bool:
@@ -216,15 +236,11 @@ class Eight(Product):
     def renew(self, weight: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> None:
         """Rounds the weight, before an update. If the input is what a norm gives, its parameters say how large it can
         be. All of it stays where it is on the device: a CUDA graph finds it there."""
-        new = quantize(weight, E4M3, self.recipe, weight=True)
-        if self._weight is None:
-            self._weight = new
-        else:
-            for old, part in zip(self._weight, new, strict=True):
-                old.copy_(part)
+        self._weight = quantize(weight, E4M3, self.recipe, weight=True, out=self._weight)
         self._version = weight._version
-        if gamma is not None:
-            most = sqrt(len(gamma)) * gamma.float().abs().max() + (0.0 if beta is None else beta.float().abs().max())
+        if gamma is not None and self.recipe == "tensor":
+            most = sqrt(len(gamma)) * most_of(gamma)
+            most = most if beta is None else most + most_of(beta)
             self.most = most if self.most is None else self.most.copy_(most)
 
     def _weigh(self, weight: Tensor) -> Narrow:
@@ -287,7 +303,7 @@ class Eight(Product):
         """The largest magnitude, and the shares of numbers that were clamped and that became zero."""
         data, largest = x8.data.float(), torch.finfo(x8.data.dtype).max
         zero = (data == 0) & (x != 0)
-        self._note(f"most {name}", most_of(x).float())
+        self._note(f"most {name}", most_of(x))
         self._note(f"underflow {name}", zero.float().mean())
         if self.recipe == "tensor":
             over = (x.float() * x8.scale.reciprocal()).abs() > largest * 1.01  # more than the division rounds

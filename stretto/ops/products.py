@@ -119,7 +119,8 @@ def multiply_scaled(
         if recipe == "block128":
             scale_a = _spread(scale_a.t(), 1, a.shape)
             scale_b = _spread(*(scale_b, 128) if square else (scale_b.t(), 1), b.shape)
-        out = torch.mm(a.float() * scale_a, (b.float() * scale_b).t())
+        out = scale_a.new_empty(len(a), len(b))  # given, it also keeps autocast from rounding the factors
+        torch.mm(a.float() * scale_a, (b.float() * scale_b).t(), out=out)
         return (out if bias is None else out + bias.float()).to(dtype)
     bias = None if bias is None else bias.to(dtype)
     if recipe != "block128":

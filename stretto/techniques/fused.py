@@ -85,7 +85,8 @@ Run = Callable[[Tensor, Tensor], tuple[Tensor, Branch]]  # h and the stream to t
 
 
 class Fused(Technique):
-    name, exact, drops_by_place, by_block, default_outside, keeps_as_told = "fused", True, True, True, True, True
+    name, exact, drops_by_place, by_block, default_outside = "fused", True, True, True, True
+    keeps_as_told = asks_products = True
     cfg: FusedConfig
 
     def __init__(self, cfg: FusedConfig, context: Context) -> None:

@@ -63,7 +63,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("weight", [False, True], ids=["", "weight"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("shape", [(130, 160), (16, 128), (1, 48)], ids=str)
+@pytest.mark.parametrize("shape", [(130, 160), (1, 48)], ids=str)
 def test_numbers_are_within_half_a_step(shape: tuple[int, int], recipe: str, dtype: torch.dtype, weight: bool) -> None:
     """Both ways, and beyond the end there are zeros."""
     x = rand(*shape, dtype=torch.bfloat16, scale=3.0)
@@ -122,6 +122,13 @@ def test_gradients_are_those_of_bf16(recipe: str, least: float) -> None:
     for one, other in zip(narrow[1:], plain[1:], strict=True):
         assert cosine(one, other) > least and difference(one, other) < 2 * (1 - least)
         assert not torch.equal(one, other)
+
+
+def test_autocast_rounds_nothing_more() -> None:
+    x, weight = rand(48, 64, dtype=torch.bfloat16), rand(32, 64, seed=1)
+    out, _ = Eight("tensor").multiply(x, weight)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert torch.equal(Eight("tensor").multiply(x, weight)[0], out)
 
 
 def test_scales_of_dweight_are_along_tokens() -> None:
@@ -261,7 +268,8 @@ def test_what_is_watched() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, gradients(x, weight, dout, product), strict=True))
         return {name: float(value) for name, value in product.seen.items()}
 
-    good, small, large = watch(None), watch(x.abs().max() / 64), watch(x.abs().max() * 2**16)
+    most = x.abs().max().float()
+    good, small, large = watch(None), watch(most / 64), watch(most * 2**16)
     assert good["most x"] == x.abs().max() and good["saturated x"] == 0 and good["underflow x"] < 1e-3
     assert 0 <= good["dx"] < 0.003 and 0 <= good["dweight"] < 0.003
     assert small["saturated x"] > 0.5 and small["dweight"] > 0.05 and small["dx"] == good["dx"]
