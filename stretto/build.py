@@ -79,6 +79,7 @@ def describe_context(config: Config, rt: Runtime, mesh: Mesh) -> Context:
             parts=portion.parts,
             shards=rt.world if will_shard(config.parallel) else 1,
         ),
+        load=find_needs(for_device(config, rt.device.type == "cuda")).load,
         part=(portion.part,) if portion.parts > 1 else (),
     )
 

@@ -164,9 +164,9 @@ def bench(
     against: Annotated[
         str,
         typer.Option(
-            help="hf: Hugging Face's model by stretto.accelerate; plain: Stretto without techniques, compiled; eager, "
-            "compile, graphs: Hugging Face's model as it is; liger: with Liger-Kernel's modules; checkpoint: "
-            "layers computed again; '': nobody"
+            help="fp8: Stretto with products of 8 bits; hf: Hugging Face's model by stretto.accelerate; plain: Stretto "
+            "without techniques, compiled; eager, compile, graphs: Hugging Face's model as it is; liger: with "
+            "Liger-Kernel's modules; checkpoint: layers computed again; '': nobody"
         ),
     ] = "hf,plain,eager,compile,graphs,liger",
     out: Annotated[Path, typer.Option(help="where numbers, chart and logs go")] = Path("runs/bench"),

@@ -259,6 +259,17 @@ class LeanConfig:
 
 
 @dataclass(frozen=True)
+class Fp8Config:
+    # How many numbers share a scale: those of a tensor, those of a row along what is added up, or 128 of a row (and
+    # 128 x 128 of a weight).
+    recipe: Literal["tensor", "row", "block128"] = "tensor"
+    # Which linear layers of blocks. auto: those that gain by it on this GPU, by a rule from their shapes, but for the
+    # first and the last block of a stack; none without such a GPU. all: every one, on any device.
+    sites: Literal["auto", "all"] = "auto"
+    head: bool = False  # the output layer of a language model, too
+
+
+@dataclass(frozen=True)
 class LayerDropConfig:
     theta: float = 0.5  # how often the last block works where the schedule is lowest; the first one always does
     # decay: all blocks work at first, then fewer and fewer. raptr: few at first, all of them at the end.
@@ -305,6 +316,7 @@ class TechniquesConfig:
     standardize: StandardizeConfig | None = None
     fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
     lean: LeanConfig | None = None
+    fp8: Fp8Config | None = None
     layer_drop: LayerDropConfig | None = None
 
     def find_kernels(self, gpu: bool) -> FusedConfig | None:

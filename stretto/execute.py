@@ -47,8 +47,8 @@ class Executor:
 
     def run(self, batches: Sequence[tuple[int, Any]], key: Hashable = ()) -> tuple[Tensor, Tensor]:
         """One update from this process's micro-batches, each with its number. Updates with another `key` than the last
-        one launch other operations. Returns the summed loss of these batches, and what `apply` gives; both are still on
-        the device."""
+        one launch other operations; None: this one alone does. Returns the summed loss of these batches, and what
+        `apply` gives; both are still on the device."""
         gradients, losses = self.work.gradients, list[Tensor]()
         for index, batch in batches:
             self.work.seed_for(index)

@@ -105,7 +105,7 @@ def run_loop(run: Run, report: Report) -> None:
         run.step, run.tokens = step + 1, run.tokens + tokens
         meter.add(tokens, slots, padding, flops)
         meter.leave_out_recording(parts.executor.recording_seconds)
-        for note in parts.executor.take_notes():
+        for note in [*parts.executor.take_notes(), *parts.techniques.take_notes()]:
             report.say(note)
         report.advance(run.step)
         saves = stop or _due(run.config.checkpoint.every, run)

@@ -112,7 +112,7 @@ def test_with_dropped_blocks_and_affines(gate: Any, scale: Any, standardize: Sta
     results = []
     for options in (None, lean(mlp="input", qkv="input", blocks=2)):
         model = build_model(cfg)
-        chosen = TechniquesConfig(standardize, FusedConfig(), options, drop)
+        chosen = TechniquesConfig(standardize, FusedConfig(), options, layer_drop=drop)
         techniques = apply_techniques(model, chosen, DEVICE, steps=10)
         materialise(model, cfg, 0, DEVICE)
         techniques.begin(1, 1.0, None)

@@ -48,6 +48,7 @@ NAMES = {
     "standardize": r"[Ss]tandardi[sz]|\bPressure\b|\bAffine\b",
     "fused": r"\b[Ff]used\b|\bFused[A-Z]|_fused\b",
     "lean": r"\b[Ll]ean\b|\bLean[A-Z]|_lean\b",
+    "fp8": r"techniques[./]fp8|\bFp8|\bEight\b|\bfp8=|\"fp8\"",
     "sequence": r"parallel\.sequence|sequence_(method|layout|keep|heads)|[Ss]equence[- ]?[Pp]arallel|Splitter",
 }
 # Torch has a word for its own optimizers that is ours for a technique.
@@ -110,6 +111,7 @@ def test_an_exception_is_needed(entry: str) -> None:
         'raise ConfigError("[techniques.fused] is off")',
         "isinstance(block, FusedBlock)",
         "if config.techniques.lean is not None:",
+        "if config.techniques.fp8 is not None:",
         "if cfg.parallel.sequence > 1:",
         "split = Splitter(cfg)",
         "kept = cfg.sequence_keep",
@@ -249,6 +251,9 @@ class Probe(Technique):
     def metrics(self, num_batches: int) -> dict[str, float]:
         return {"probe_updates": float(self.updates)}
 
+    def take_notes(self) -> list[str]:
+        return [f"update {self.updates} of the probe"] if self.updates == 4 else []
+
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates}
 
@@ -318,7 +323,8 @@ def test_a_technique_in_a_test_uses_every_hook(
     assert {first for _, first in calls("forward")} == {IGNORE} and len(calls("forward")) == 12 + 4
     lines = {event["step"]: event["probe_updates"] for event in read_events(folder) if "eval_loss" in event}
     assert lines == {3: 3.0, 6: 6.0}
-    assert "norms times 2" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "norms times 2" in out and out.count("update 4 of the probe") == 1
 
 
 def test_its_state_comes_back_and_its_identity_is_compared(

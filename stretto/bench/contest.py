@@ -35,10 +35,10 @@ from stretto.page import EVAL, INK, STYLE, TRAIN
 from stretto.runtime import Runtime, choose_device, describe_environment
 
 LIMIT_S = 1800.0  # a contestant that takes longer is stopped
-FUSED = ("stretto", "stretto hf")
+FUSED = ("stretto", "stretto fp8", "stretto hf")
 OFF = {section.name: False for section in fields(TechniquesConfig)}
 LEARNING_RATE = 1e-4  # low enough for every model to stay finite on random data
-NEED_GPU = {"hf graphs": "CUDA graphs", "hf liger": "Liger's kernels"}
+NEED_GPU = {"stretto fp8": "8-bit products", "hf graphs": "CUDA graphs", "hf liger": "Liger's kernels"}
 TINY = "On a CPU: tiny models and batches instead of the named ones. These numbers say nothing about a GPU."
 
 Result = Mapping[str, Any]  # numbers, or {"failed": reason}, or {"skipped": reason}
@@ -98,7 +98,7 @@ def run_bench(names: Sequence[str], against: Sequence[str], overrides: Sequence[
 
 
 def choose_contestants(against: Sequence[str]) -> list[str]:
-    names = {word: f"stretto {word}" for word in ("hf", "plain")} | {mode: f"hf {mode}" for mode in MODES}
+    names = {word: f"stretto {word}" for word in ("fp8", "hf", "plain")} | {mode: f"hf {mode}" for mode in MODES}
     unknown = [word for word in against if word not in names]
     if unknown:
         raise ConfigError(f"--against {unknown[0]}: must be some of {', '.join(names)}, with commas between them")
@@ -110,7 +110,9 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
     stem = out / name / contestant.replace(" ", "-")
     make_folder("--out", stem.parent)
     # The others use no techniques, and train.graphs is an option of our own training loop alone.
-    foreign = {"stretto": (), "stretto hf": ("train.graphs",)}.get(contestant, ("techniques.", "train.graphs"))
+    foreign = {"stretto": (), "stretto fp8": (), "stretto hf": ("train.graphs",)}.get(
+        contestant, ("techniques.", "train.graphs")
+    )
     overrides = [override for override in overrides if not override.startswith(foreign)]
 
     def resolve(workload: Workload, graphs: bool) -> Config:
@@ -139,7 +141,9 @@ def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> di
             # Weights and moments in 16 bits, as the others then have them; and where those count, so do activations.
             small = {"weights": "bf16", "moments": "bf16"}
             recipe["techniques"] |= {"fused": small, "lean": {"norms": "input"}}
-        recipe["train"] = {"graphs": "on" if graphs and contestant == "stretto" else "off"}
+        if contestant == "stretto fp8":
+            recipe["techniques"] |= {"fp8": True}
+        recipe["train"] = {"graphs": "on" if graphs and contestant != "stretto hf" else "off"}
     return recipe
 
 

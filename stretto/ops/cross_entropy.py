@@ -42,7 +42,7 @@ from torch import Tensor
 
 from stretto.ops.language import cdiv, jit, next_power_of_2, product_dtype, runs_kernels, tl, wide, wide_dtype
 from stretto.ops.op import Op
-from stretto.ops.products import add_dweight, compute_dx, multiply_into
+from stretto.ops.products import Product, add_dweight, compute_dx, multiply_into
 
 LOG2_E = tl.constexpr(1.4426950408889634) if tl else None
 CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # the most rows of logits in a chunk, and their most bytes
@@ -251,14 +251,46 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, 
     return (*scaled, *[None] * 5)
 
 
+class _LinearCrossEntropyBy(torch.autograd.Function):
+    """The same by a product of its own, which makes new logits for each chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float, ignore: int,
+        chunk: int, needed: list[bool], product: Product,
+    ) -> Tensor:  # fmt: skip
+        need_x, need_weight, need_bias = needed
+        loss, dx, dweight, dbias = new_results(x, weight, needed)
+        dweight.zero_()
+        rows = chunk_rows(x.shape[0], weight.shape[0] * x.element_size(), chunk)
+        for start in range(0, x.shape[0], rows):
+            part = slice(start, start + rows)
+            logits, kept = product.multiply(x[part], weight, bias)
+            loss += _run_rows(logits, labels[part], smoothing, ignore, any(needed)).sum()
+            taken = product.take(logits) if need_x or need_weight else ()
+            if need_x:
+                dx[part] = product.compute_dx(taken, weight)
+            if need_weight:
+                dweight += product.compute_dweight(taken, kept)
+            if need_bias:
+                dbias += logits.sum(0, dtype=dbias.dtype)
+        _save(ctx, (x, weight, bias, needed), (loss, dx, dweight, dbias))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, dloss), None
+
+
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float = 0.0, ignore: int = -100,
-    *, chunk: int = 0,
+    *, chunk: int = 0, product: Product | None = None,
 ) -> Tensor:  # fmt: skip
     """The summed cross entropy of the logits x @ weight.T + bias against labels [T], a scalar of at least fp32, for
     x [T, C], weight [V, C] and bias [V], without the logits [T, V]. The product is taken in the dtype of x (under
     autocast, in its dtype); weight and bias keep theirs. `chunk`: the most rows of logits that exist at a time, a
-    multiple of 128 or rounded down to one, and at least 128; 0 takes CHUNK_ROWS, within CHUNK_BYTES."""
+    multiple of 128 or rounded down to one, and at least 128; 0 takes CHUNK_ROWS, within CHUNK_BYTES. `product` says
+    how to multiply, if not in that dtype."""
     matrices = x.ndim == weight.ndim == 2 and x.shape[1] == weight.shape[1]
     if not matrices or labels.shape != x.shape[:1] or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(
@@ -274,4 +306,5 @@ def linear_cross_entropy(
     x = x.to(product_dtype(x))
     recorded = torch.is_grad_enabled()
     needed = [t is not None and recorded and t.requires_grad for t in (x, weight, bias)]
-    return _linear_cross_entropy(x, weight, bias, labels, smoothing, ignore, chunk, needed)[0]
+    parts = (x, weight, bias, labels, smoothing, ignore, chunk, needed)
+    return _linear_cross_entropy(*parts)[0] if product is None else _LinearCrossEntropyBy.apply(*parts, product)

@@ -41,7 +41,7 @@ from stretto.ops import language
 from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, runs_kernels, tl, wide
 from stretto.ops.linear import linear_gradients
 from stretto.ops.op import Op
-from stretto.ops.products import join_rows, multiply, split_rows
+from stretto.ops.products import Kept, Product, join_rows, multiply, split_rows
 from stretto.ops.sums import launch_sums
 
 ROTATED = 2  # parts, the first ones: queries and keys
@@ -200,9 +200,14 @@ def _project_and_turn(
     """Returns the product [T, W], with its first `rotated` heads of `size` channels turned. This is one op: nothing
     else has seen the product when it is changed in place, and nothing can keep the matrix of all weights."""
     out = multiply(x, join_rows(weights, x.dtype), join_rows(biases, x.dtype) if biases else None)
+    return _turn(out, size, rotated, cos, sin)
+
+
+def _turn(out: Tensor, size: int, rotated: int, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Turns the first `rotated` heads of `out` in place."""
     if cos is not None and sin is not None:
         heads = out[:, : rotated * size].unflatten(1, (rotated, size))
-        if runs_kernels(x):
+        if runs_kernels(out):
             launch_turn([heads], out, cos, sin, 1.0, 1, None)
         else:
             heads.copy_(rotate_ref(heads, cos, sin))
@@ -220,38 +225,50 @@ class _ProjectHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, parts: tuple[int, ...], count: int,
-        *parameters: Tensor,
+        product: Product | None, *parameters: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The parameters are `count` weights, then as many biases or none."""
+        """The parameters are `count` weights, then as many biases or none; with a product of its own, one weight."""
         need_x, *_ = ctx.needs_input_grad
         ctx.needed = ctx.needs_input_grad[-len(parameters) :]
         weights, biases = list(parameters[:count]), list(parameters[count:])
-        ctx.save_for_backward(x if any(ctx.needed[:count]) else None, cos, sin, *weights if need_x else [])
+        ctx.product, ctx.num_weights = product, len(weights) if need_x else 0
         ctx.rows, ctx.dtypes = [len(weight) for weight in weights], [t.dtype for t in parameters]
-        size = sum(ctx.rows) // sum(parts)
-        out = _project(x, weights, biases, size, sum(parts[:ROTATED]), cos, sin)
+        size, rotated = sum(ctx.rows) // sum(parts), sum(parts[:ROTATED])
+        kept: Kept = (x,)
+        if product is None:
+            out = _project(x, weights, biases, size, rotated, cos, sin)
+        else:
+            out, kept = product.multiply(x, weights[0], *biases)
+            _turn(out, size, rotated, cos, sin)
+        kept = kept if any(ctx.needed[:count]) else ()
+        ctx.save_for_backward(cos, sin, *weights[: ctx.num_weights], *kept)
         return out.view(x.shape[0], sum(parts), size).split(parts, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *dparts: Tensor) -> tuple[Tensor | None, ...]:
-        x, cos, sin, *weights = ctx.saved_tensors
+        cos, sin, *others = ctx.saved_tensors
+        weights, kept = others[: ctx.num_weights], others[ctx.num_weights :]
         count = len(ctx.rows)
         need_bias = any(ctx.needed[count:])
         dout, dbias = _merge(list(dparts), cos, sin, ctx.dtypes[count] if need_bias else None)
-        dx, dweight = linear_gradients(dout, x, weights)
+        if ctx.product is None:
+            dx, dweight = linear_gradients(dout, kept[0] if kept else None, weights)
+        else:
+            dx, dweight = ctx.product.compute_gradients(dout, tuple(kept) or None, weights[0] if weights else None)
         dweights = split_rows(dweight, ctx.rows, ctx.dtypes[:count], ctx.needed[:count])
         dbiases = split_rows(dbias if need_bias else None, ctx.rows, ctx.dtypes[count:], ctx.needed[count:])
-        return dx, None, None, None, None, *dweights, *dbiases
+        return dx, None, None, None, None, None, *dweights, *dbiases
 
 
 def project_heads(
     x: Tensor, weight: Tensor | Sequence[Tensor], bias: Tensor | Sequence[Tensor] | None, parts: Sequence[int],
-    cos: Tensor | None = None, sin: Tensor | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, product: Product | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Projects x [T, C] to heads and returns one tensor [T, heads, D] for each number of heads in `parts`; with cos and
     sin [T, D/2] the first two, queries and keys, are rotated. The product has the dtype of x or, like F.linear, of an
     enclosing autocast; parameters may have any dtype. Several weights, and as many biases or None, are one projection,
-    whose rows they have in their order; a part need not end where a weight ends."""
+    whose rows they have in their order; a part need not end where a weight ends. `product` says how to multiply by one
+    weight, if not in that dtype."""
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     heads, width = sum(parts), sum(map(len, weights))
@@ -267,7 +284,10 @@ def project_heads(
     ):
         shapes = [None if t is None else list(t.shape) for t in (cos, sin)]
         raise ValueError(f"cos and sin {shapes} have to be [T, D/2] = {[x.shape[0], width / heads / 2]} both")
-    return _ProjectHeads.apply(x.to(language.product_dtype(x)), cos, sin, tuple(parts), len(weights), *weights, *biases)
+    if product is not None and len(weights) > 1:
+        raise ValueError(f"a product of its own is for one weight, not for {len(weights)}")
+    x = x.to(language.product_dtype(x))
+    return _ProjectHeads.apply(x, cos, sin, tuple(parts), len(weights), product, *weights, *biases)
 
 
 class _RotateHeads(torch.autograd.Function):

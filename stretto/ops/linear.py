@@ -63,10 +63,31 @@ class _Linear(torch.autograd.Function):
         return dx, None if dweight is None else dweight.to(ctx.dtype), dbias
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+class _LinearBy(torch.autograd.Function):
+    """The same by a product of its own, which says what is kept of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: products.Product) -> Tensor:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        out, kept = product.multiply(x, weight, bias)
+        ctx.save_for_backward(weight if need_x else None, *kept if need_weight else ())
+        ctx.product, ctx.dtype, ctx.bias_dtype = product, weight.dtype, None if bias is None else bias.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        dbias = dout.sum(0, dtype=wide_dtype(dout.dtype)).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        dx, dweight = ctx.product.compute_gradients(dout, tuple(kept) or None, weight)
+        return dx, None if dweight is None else dweight.to(ctx.dtype), dbias, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, product: products.Product | None = None) -> Tensor:
     """Returns x weight^T + bias for x [T, C], weight [O, C] and bias [O], in the dtype of x or, like F.linear, of an
-    enclosing autocast. The product itself adds the bias. Parameters may have any dtype."""
-    return _Linear.apply(x.to(product_dtype(x)), weight, bias)
+    enclosing autocast. The product itself adds the bias. Parameters may have any dtype. `product` says how
+    to multiply, if not in that dtype."""
+    x = x.to(product_dtype(x))
+    return _Linear.apply(x, weight, bias) if product is None else _LinearBy.apply(x, weight, bias, product)
 
 
 def _multiply_all(x: Tensor, weights: list[Tensor]) -> Tensor:

@@ -38,7 +38,7 @@ from stretto.ops import activation
 from stretto.ops.activation import GATES, check_activation
 from stretto.ops.language import product_dtype, runs_kernels, wide_dtype
 from stretto.ops.op import Op, fill_in
-from stretto.ops.products import compute_dweight, compute_some_gradients, multiply
+from stretto.ops.products import Product, compute_dweight, compute_some_gradients, multiply
 
 KEEPS = ("activation", "product", "input")
 
@@ -161,13 +161,59 @@ def _backward(ctx: Any, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return *given, None, None, None, None
 
 
+class _MlpBy(torch.autograd.Function):
+    """The same by products of their own, which say what is kept of x and h. What they keep of h stays with
+    `activation` alone; relu has h as a whole, for its sign."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
+        kind: str, p: float, key: Tensor | None, keep: str, up: Product, down: Product,
+    ) -> Tensor:  # fmt: skip
+        relu = kind == "relu"
+        pre, kept_x = up.multiply(x, up_weight, up_bias if relu else None)
+        h = _activate(pre, None if relu else up_bias, kind, p, key)
+        out, kept_h = down.multiply(h, down_weight, down_bias)
+        pre = h if relu else pre
+        ctx.kind, ctx.p, ctx.keep, ctx.products = kind, p, keep, (up, down)
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, up_weight, up_bias, down_weight, down_bias)]
+        ctx.num_x = 1 if keep == "input" else len(kept_x)
+        kept_h = kept_h if keep == "activation" and not relu else ()
+        rest = (x,) if keep == "input" else (*kept_x, pre, *kept_h)
+        ctx.save_for_backward(up_weight, up_bias, down_weight, key, *rest)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        up_weight, up_bias, down_weight, key, *rest = ctx.saved_tensors
+        (up, down), kind, p = ctx.products, ctx.kind, ctx.p
+        relu, kept_x, kept = kind == "relu", tuple(rest[: ctx.num_x]), rest[ctx.num_x :]
+        if ctx.keep == "input":
+            pre, kept_x = up.multiply(kept_x[0], up_weight, up_bias if relu else None)
+            kept = [_activate(pre, None, kind, p, key) if relu else pre]
+        pre, *kept_h = kept
+        taken, want_h = down.take(dout), not relu and not kept_h
+        dh, wanted = down.compute_dx(taken, down_weight), (kind, p, key, want_h, up_bias is not None)
+        if runs_kernels(dout):
+            dpre, h, dup_bias = activation.launch_activate_backward(dh, pre, up_bias, *wanted, overwrite_dh=True)
+        else:
+            dpre, h, dup_bias = activation.activate_backward_ref(dh, pre, up_bias, *wanted)
+        kept_h = tuple(kept_h) or down.keep(pre if relu else h)
+        ddown_weight = down.compute_dweight(taken, kept_h)
+        del taken, kept_h, h, dh, pre, kept
+        dx, dup_weight = up.compute_gradients(dpre, kept_x, up_weight)
+        ddown_bias = dout.sum(0, dtype=wide_dtype(dout.dtype)) if ctx.needs_input_grad[4] else None
+        found = zip((dx, dup_weight, dup_bias, ddown_weight, ddown_bias), ctx.dtypes, strict=True)
+        return *(None if g is None or dtype is None else g.to(dtype) for g, dtype in found), *[None] * 6
+
+
 def mlp(
     x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
-    kind: str, p: float, key: Tensor | None, keep: str,
+    kind: str, p: float, key: Tensor | None, keep: str, products: tuple[Product, Product] | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the MLP of x [T, C], computed in the dtype of x or, like F.linear, of an enclosing autocast. Parameters
     may be wider; their gradients have their own dtype. `key` [2] is needed where p > 0. `keep` is what stays for the
-    backward pass, one of KEEPS."""
+    backward pass, one of KEEPS. `products` say how to multiply by the two weights, if not in that dtype."""
     check_activation(kind, p, key)
     if keep not in KEEPS:
         raise ValueError(f"an MLP keeps one of {', '.join(KEEPS)}, not {keep!r}")
@@ -181,6 +227,8 @@ def mlp(
         if bias is not None and bias.shape != weight.shape[:1]:
             raise ValueError(f"the {name} bias is [{weight.shape[0]}], not {list(bias.shape)}")
     x, key = x.to(product_dtype(x)), key if p > 0.0 else None
+    if products is not None:
+        return _MlpBy.apply(x, up_weight, up_bias, down_weight, down_bias, kind, p, key, keep, *products)
     return _mlp(x, up_weight, up_bias, down_weight, down_bias, kind, p, key, keep)[0]
 
 

@@ -8,6 +8,8 @@ A linear layer has three products, one forward and two backward, of 2 T O C FLOP
                                                 compute_gradients: dx and dweight side by side
                                                 compute_some_gradients: those whose factor is given
     weights   one matrix of several weights     join_rows, and split_rows for its gradient
+    8 bits    the same, of scaled factors       multiply_scaled
+    all       the products of one layer         Product, for a layer that multiplies in a way of its own
 
 Shapes: x and dx [T, C], weight and dweight [O, C], bias [O], y and dout [T, O]. Everything else between two products
 is element by element, and is done by the kernels of the other files.
@@ -34,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FEW = 2048  # tokens, up to which dx and dweight run side by side
+Kept = tuple[Tensor, ...]  # a factor as later products read it
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -103,6 +106,69 @@ def compute_some_gradients(dout: Tensor, x: Tensor | None, weight: Tensor | None
     if x is None or weight is None:
         return None if weight is None else compute_dx(dout, weight), None if x is None else compute_dweight(dout, x)
     return compute_gradients(dout, x, weight)
+
+
+def multiply_scaled(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, recipe: str, dtype: torch.dtype,
+    bias: Tensor | None = None, square: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns (scale_a a) (scale_b b)^T + bias in `dtype`, for 8-bit a [M, K] and b [N, K] with scales by a recipe of
+    fp8.py; `square`: the blocks of b are squares. Partial sums are promoted to fp32 on a GPU. The definition, on a CPU,
+    multiplies what the factors stand for, in fp32, as torch's own operation does there."""
+    if not a.is_cuda:
+        if recipe == "block128":
+            scale_a = _spread(scale_a.t(), 1, a.shape)
+            scale_b = _spread(*(scale_b, 128) if square else (scale_b.t(), 1), b.shape)
+        out = scale_a.new_empty(len(a), len(b))  # given, it also keeps autocast from rounding the factors
+        torch.mm(a.float() * scale_a, (b.float() * scale_b).t(), out=out)
+        return (out if bias is None else out + bias.float()).to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    if recipe != "block128":
+        options: dict[str, Any] = {"bias": bias, "out_dtype": dtype, "use_fast_accum": False}
+        return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), **options)
+    # cuBLAS reads the scales of squares in rows of a multiple of 4, and those of blocks for a multiple of 4 rows.
+    rows, kinds = a.shape[0], (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+    if rows % 4:
+        a, scale_a = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % 4)).view(a.dtype), F.pad(scale_a, (0, -rows % 4))
+    scale_b = F.pad(scale_b, (0, -scale_b.shape[1] % 4)) if square else scale_b
+    out = F.scaled_mm(a, b.t(), scale_a.t(), kinds[0], scale_b.t(), kinds[square], bias=bias, output_dtype=dtype)
+    return out.narrow(0, 0, rows)
+
+
+def _spread(scale: Tensor, rows: int, shape: Sequence[int]) -> Tensor:
+    """The scales of blocks of `rows` x 128 for each element of a matrix of this shape."""
+    return scale.repeat_interleave(rows, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+
+
+class Product:
+    """How one layer multiplies. A layer that is given such an object asks it for all of its products, and keeps for
+    the backward pass what the object says. This one multiplies as the functions above do; others override all of it."""
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Kept]:
+        """Returns x weight^T + bias, and what dweight needs of x."""
+        return multiply(x, weight.to(x.dtype), bias), self.keep(x)
+
+    def keep(self, x: Tensor) -> Kept:
+        """Returns what dweight needs of x, as `multiply` does."""
+        return (x,)
+
+    def take(self, dout: Tensor) -> Kept:
+        """Returns what dx and dweight need of the gradient of the layer's output."""
+        return (dout,)
+
+    def compute_dx(self, taken: Kept, weight: Tensor) -> Tensor:
+        return compute_dx(taken[0], weight.to(taken[0].dtype))
+
+    def compute_dweight(self, taken: Kept, kept: Kept) -> Tensor:
+        return compute_dweight(taken[0], kept[0])
+
+    def compute_gradients(
+        self, dout: Tensor, kept: Kept | None, weight: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns dx, which needs the weight, and dweight, which needs what was kept of x."""
+        taken = self.take(dout)
+        dx = None if weight is None else self.compute_dx(taken, weight)
+        return dx, None if kept is None else self.compute_dweight(taken, kept)
 
 
 def join_rows(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -163,10 +163,14 @@ class Techniques:
         return [f"{technique.key}{reason}" for technique in self for reason in technique.find_obstacles()]
 
     def graph_key(self, step: int) -> Hashable:
-        return tuple(technique.graph_key(step) for technique in self)
+        keys = tuple(technique.graph_key(step) for technique in self)
+        return None if None in keys else keys
 
     def metrics(self, num_batches: int) -> dict[str, float]:
         return {name: value for technique in self for name, value in technique.metrics(num_batches).items()}
+
+    def take_notes(self) -> list[str]:
+        return [note for technique in self for note in technique.take_notes()]
 
     def state_dict(self) -> dict[str, Any]:
         return {technique.name: state for technique in self if (state := technique.state_dict())}

@@ -61,6 +61,7 @@ from stretto.ops.language import product_dtype, triton
 from stretto.ops.linear import linear
 from stretto.ops.mlp import mlp
 from stretto.ops.norm import add_norm, norm
+from stretto.ops.products import Product
 from stretto.ops.remake import forgetting
 from stretto.optim import FlatAdamW
 from stretto.techniques.technique import Context, Estimate, Foreign, Sites, Technique
@@ -84,7 +85,8 @@ Run = Callable[[Tensor, Tensor], tuple[Tensor, Branch]]  # h and the stream to t
 
 
 class Fused(Technique):
-    name, exact, drops_by_place, by_block, default_outside, keeps_as_told = "fused", True, True, True, True, True
+    name, exact, drops_by_place, by_block, default_outside = "fused", True, True, True, True
+    keeps_as_told = asks_products = True
     cfg: FusedConfig
 
     def __init__(self, cfg: FusedConfig, context: Context) -> None:
@@ -315,13 +317,13 @@ class FusedBlock(Block):
     def attend_self(self, h: Tensor, layout: Layout, rotary: Rotary | None, key: Tensor | None) -> Branch:
         at = self.attention
         parts = [at.heads, at.kv_heads, at.kv_heads]
-        angles = () if rotary is None else (rotary.cos, rotary.sin)
-        made_of = (h, at.qkv.weight, at.qkv.bias, parts, *angles)
+        angles = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+        made_of = (h, at.qkv.weight, at.qkv.bias, parts, *angles, find_product(at.qkv))
         q, k, v = project_heads(*made_of)
         p, by_key = at.dropout if self.training else 0.0, self.drops_by_key
         with self.keeping(q, made_of):
             out = attend(q, k, v, layout, layout, at.causal, p, key=key, window=at.window, by_key=by_key).flatten(1)
-        return Branch(linear(out, at.out.weight), at.out.bias)
+        return Branch(linear(out, at.out.weight, product=find_product(at.out)), at.out.bias)
 
     def attend_memory(
         self,
@@ -334,13 +336,13 @@ class FusedBlock(Block):
     ) -> Branch:
         at = self.cross
         assert at is not None and memory is not None and memory_layout is not None
-        made_of = (h, at.q.weight, at.q.bias, [at.heads])
+        made_of = (h, at.q.weight, at.q.bias, [at.heads], None, None, find_product(at.q))
         (q,) = project_heads(*made_of)
         k, v = kv or project_heads(memory, at.kv.weight, at.kv.bias, [at.heads, at.heads])
         p, by_key = at.dropout if self.training else 0.0, self.drops_by_key
         with self.keeping(q, made_of):
             out = attend(q, k, v, layout, memory_layout, causal=False, dropout=p, key=key, by_key=by_key).flatten(1)
-        return Branch(linear(out, at.out.weight), at.out.bias)
+        return Branch(linear(out, at.out.weight, product=find_product(at.out)), at.out.bias)
 
     def keeping(self, q: Tensor, made_of: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Around attention, which keeps queries, and keys and values next to them, or has them multiplied again."""
@@ -353,11 +355,12 @@ class FusedBlock(Block):
         up, down, p = self.mlp.up, self.mlp.down, self.mlp.dropout if self.training else 0.0
         # Pre-norm, the norm that adds the bias is the next block's, by when FSDP2 has put this block's weights away.
         mine, left = (down.bias, None) if self.pre_norm and isinstance(self, FSDPModule) else (None, down.bias)
-        rows = find_rows(layout)
+        rows, products = find_rows(layout), (find_product(up), find_product(down))
         if p > 0.0 and key is not None and rows is not None:
-            inner = activate(linear(h, up.weight), up.bias, self.mlp.activation, 0.0, None)
-            return Branch(linear(dropout(inner, p, key, rows), down.weight, mine), left)
-        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.keep.mlp)
+            inner = activate(linear(h, up.weight, None, products[0]), up.bias, self.mlp.activation, 0.0, None)
+            return Branch(linear(dropout(inner, p, key, rows), down.weight, mine, products[1]), left)
+        both = None if products == (None, None) else (products[0] or Product(), products[1] or Product())
+        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.keep.mlp, both)
         return Branch(out, left)
 
 
@@ -403,7 +406,8 @@ class FusedLMHead(LMHead):
             plain = isinstance(self.norm, nn.Identity | AddingNorm)
             x = self.norm(x) if plain else norm(x, *norm_parts(self.norm))
         weight = embedding if self.weight is None else self.weight
-        return linear_cross_entropy(x, weight, self.bias, labels, smoothing, chunk=self.chunk)
+        product = find_product(self)
+        return linear_cross_entropy(x, weight, self.bias, labels, smoothing, chunk=self.chunk, product=product)
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
@@ -418,6 +422,11 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 def find_rows(layout: Layout) -> Tensor | None:
     """What tokens are dropped by, their numbers in the whole batch; None: all of it is here."""
     return None if layout.segment is None else layout.segment.tokens
+
+
+def find_product(layer: nn.Module) -> Product | None:
+    """How the layer multiplies while it is trained; None: in the dtype of its input, as it always does otherwise."""
+    return getattr(layer, "product", None) if layer.training else None
 
 
 def add_bias(branch: Branch) -> Tensor:

@@ -9,7 +9,7 @@ technique is what it overrides, and the trainer calls all hooks without knowing 
     a batch is made, in a thread        prepare, for training and evaluation
     around each update                  begin, end
     an update may be a CUDA graph       find_obstacles, graph_key, pattern
-    a line is logged                    metrics
+    a line is logged                    metrics, take_notes
     a run is saved and resumed          state_dict, load_state_dict, identity; join, take_part
     a trained model is loaded, written  changes_function, fold
     a run is planned                    estimate
@@ -33,7 +33,7 @@ from stretto.config import Config, ModelConfig, OptimConfig, build_config
 from stretto.dial import Needs
 from stretto.errors import ConfigError
 from stretto.execute import Executor
-from stretto.memory import Keep
+from stretto.memory import Keep, Load
 from stretto.mesh import Mesh
 from stretto.model import Model
 from stretto.runtime import Runtime
@@ -64,6 +64,7 @@ class Context:
     compiled: bool = False  # torch.compile
     sharded: bool = False  # weights are split over processes
     needs: Needs | None = None  # what memory is needed for; None: it is not known
+    load: Load | None = None  # what a micro-batch brings, on any number of processes that share it
     part: tuple[int, ...] = ()  # the part of each micro-batch that is this process's; (): all of it
 
 
@@ -154,6 +155,7 @@ class Technique:
     default_outside: ClassVar[bool] = False  # models of others have it unless told otherwise
     by_block: ClassVar[bool] = False  # torch.compile takes each block by itself, not the model as a whole
     has_executor: ClassVar[bool] = False  # it brings an executor, which also sums gradients over processes
+    asks_products: ClassVar[bool] = False  # layers ask an object for their products, if they have one (ops/products.py)
     keeps_as_told: ClassVar[bool] = False  # blocks keep for the backward pass what their `keep` says (memory.py)
 
     def __init__(self, cfg: Any, context: Context) -> None:
@@ -239,7 +241,8 @@ class Technique:
         return []
 
     def graph_key(self, step: int) -> Hashable:
-        """Updates with another key launch other kernels: what was recorded until then does not come again."""
+        """Updates with another key launch other kernels: what was recorded until then does not come again. None: this
+        update alone does, and is not replayed."""
         return ()
 
     def pattern(self) -> dict[str, Any]:
@@ -250,6 +253,10 @@ class Technique:
         """Numbers for the log: what is measured in batches is a mean over the first `num_batches` of those that were
         evaluated since the last call, 0 without any. The host waits for the device here."""
         return {}
+
+    def take_notes(self) -> list[str]:
+        """Lines for the log, each given once."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the options, as JSON."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,6 +35,31 @@ def test_torchs_casts(dtype: torch.dtype, numbers: list[float]) -> None:
     if dtype == torch.float8_e4m3fn and not torch.tensor(1e4).to(dtype).isnan():  # newer versions of torch saturate
         found = torch.where(x.isnan(), x.double(), form.round(x.clamp(-form.largest, form.largest)))
     assert same(found, cast)
+
+
+OTHERS = {
+    "float8_e4m3fn": E4M3, "float8_e5m2": E5M2, "float8_e4m3": Format(4, 3, "inf"), "float8_e3m4": Format(3, 4, "inf"),
+    "bfloat16": BF16, "float6_e2m3fn": Format(2, 3), "float6_e3m2fn": Format(3, 2), "float4_e2m1fn": Format(2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@given(numbers=near | finite)
+@settings(max_examples=60, deadline=None)
+def test_casts_of_ml_dtypes(name: str, numbers: list[float]) -> None:
+    """Its casts from fp32, of formats that torch has and of those that it has not."""
+    x, form = np.array(numbers, dtype=np.float32), OTHERS[name]
+    with np.errstate(over="ignore"):
+        cast = torch.from_numpy(x.astype(getattr(ml_dtypes, name)).astype(np.float64))
+    assert same(form.round(torch.from_numpy(x)), cast)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_limits_of_ml_dtypes(name: str) -> None:
+    found, form = ml_dtypes.finfo(getattr(ml_dtypes, name)), OTHERS[name]
+    smallest = float(found.smallest_subnormal)
+    assert form.largest == float(found.max)
+    assert form.round(torch.tensor([smallest, smallest / 2])).tolist() == [smallest, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -33,6 +33,7 @@ from stretto.ops.coded_activation import MINIMA
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import dropout
 from stretto.ops.embedding import embed
+from stretto.ops.fp8 import E4M3, E5M2, RECIPES, launch_quantize
 from stretto.ops.heads import project_heads, rotate_heads
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm
@@ -141,6 +142,13 @@ def call_attention() -> list[Tensor]:
     return found
 
 
+def call_quantisers() -> None:
+    for recipe in RECIPES:
+        for dtype in (E4M3, E5M2):
+            for weight in (False, True):
+                launch_quantize(make(T, C), dtype, recipe, None, weight, emulate=False)
+
+
 def call_updates() -> None:
     for weights, dtype in (("fp32", torch.float32), ("split", torch.bfloat16), ("bf16", torch.bfloat16)):
         matrix = make(T, C, dtype=dtype)
@@ -159,6 +167,8 @@ def main(capabilities: list[str]) -> None:
             live = [result for result in results if result.requires_grad]
             torch.autograd.backward(live, [torch.zeros_like(result) for result in live])
         call_updates()
+        if int(capability) >= 89:  # earlier ones have no 8-bit numbers
+            call_quantisers()
     print(json.dumps(found))
 
 

@@ -34,4 +34,5 @@ def test_every_kernel_compiles() -> None:
     kernels = {name for name in names if name.endswith("_kernel")}  # others are called by these
     assert len(kernels) > 20
     found = json.loads(done.stdout)
-    assert {gpu: set(names) for gpu, names in found.items()} == dict.fromkeys(GPUS, kernels)
+    later = {"_quantize_kernel"}  # the A100 has no 8-bit numbers
+    assert {gpu: set(names) for gpu, names in found.items()} == {"80": kernels - later, "90": kernels}

@@ -18,18 +18,20 @@ from stretto.ops.products import (
     compute_gradients,
     multiply,
     multiply_into,
+    multiply_scaled,
 )
 from tests.ops.checks import DTYPES, error, rand
 
 FILES = sorted(Path(stretto.ops.__file__).parent.glob("*.py"))
 METHODS = {"mm", "matmul", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "tensordot", "chain_matmul"}
+METHODS |= {"_scaled_mm", "_scaled_mm_v2", "scaled_mm"}
 FUNCTIONS = METHODS | {"linear", "bilinear", "inner", "dot", "vdot"}  # linear is a family of ops/ too
 # Products without a weight: attention's reference multiplies activations, the standardization loss takes means.
 ALLOWED = {
     "attention.py": {"_scores_ref", "attention_ref", "attention_backward_ref"},
     "affine.py": {"moments_ref"},
     "products.py": {function.__name__ for function in (multiply, multiply_into, compute_dx, add_dx)}
-    | {function.__name__ for function in (compute_dweight, add_dweight, compute_gradients)},
+    | {function.__name__ for function in (compute_dweight, add_dweight, compute_gradients, multiply_scaled)},
 }
 
 

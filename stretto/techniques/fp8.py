@@ -1,0 +1,255 @@
+"""Matrix products in 8 bits, where they are faster, watched while they run.
+
+IBM's training in 8 bits (arXiv 1812.08011) stands on sums in chunks; on Hopper that is the promotion of partial sums
+to fp32, which no product here goes without. A linear layer of a block is given an object for its products (`Eight`,
+ops/fp8.py), which rounds factors to 8 bits and keeps these bytes for the backward pass. Weights are rounded once an
+update, in `begin`; evaluation multiplies as without. Weights, gradients, moments and all else stay as they are.
+
+Which layers have it is a rule, so that a resumed run and any number of processes choose alike. For T tokens and a
+weight [O, C], with the rates of RATES:
+
+    saved   6 T O C (1 / bf16 - 1 / fp8)                      three products
+    spent   6 bytes each for x, dout and the weight / memory   read for a scale, read and written both ways
+
+It pays where the first is more. The first and the last block of a stack stay as they are; and where no layer pays, or
+no GPU has such products, nothing changes, to the bit. `sites = "all"` takes every layer of blocks, on any device: on a
+CPU by the definition of the products, which is slow. What was chosen is part of the state of a run.
+
+Every LOOK updates an eighth of the layers is watched: their gradients are compared with those of factors that are not
+rounded. A layer whose gradients turn too far, on any process, multiplies as usual from then on; that is part of the
+state too, and the log has a line. CUDA graphs stay: an update that is watched is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from stretto.config import KERNELS, Fp8Config
+from stretto.model import build_model, sites
+from stretto.ops.fp8 import Eight, can_multiply
+from stretto.techniques.technique import Context, Sites, Technique
+
+LOOK = 50  # updates between two looks
+GROUPS = 8  # of layers; one of them is watched in a look
+LEAST = 0.98  # cosine of a gradient; rounding to 3 and 2 bits alone gives 0.998
+MEASURED = ("dx", "dweight", "most x", "most dout", "underflow x", "underflow dout", "saturated x", "saturated dout")
+NORMS = {"attention.qkv": "attention_norm", "cross.q": "cross_norm", "mlp.up": "mlp_norm"}  # layer -> what it reads
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU reaches, in FLOP/s and bytes/s."""
+
+    bf16: float
+    fp8: float
+    memory: float
+
+    def pays(self, tokens: int, out: int, inner: int) -> bool:
+        saved = 6 * tokens * out * inner * (1 / self.bf16 - 1 / self.fp8)
+        return saved > 6 * (tokens * inner + tokens * out + out * inner) / self.memory
+
+
+RATES = Rates(680e12, 1200e12, 4.2e12)  # of an H200; for other GPUs only their ratios matter
+
+
+class Fp8(Technique):
+    name, exact = "fp8", False
+    cfg: Fp8Config
+
+    def __init__(self, cfg: Fp8Config, context: Context) -> None:
+        super().__init__(cfg, context)
+        self.model: nn.Module | None = None
+        self.products: dict[str, Eight] = {}  # of layers, by their names
+        self.watched: list[str] = []
+        self.seen: dict[str, float] = {}  # the most that was measured since the last metrics
+        self.notes: list[str] = []
+
+    def check(self, others: Sequence[Technique]) -> list[str]:
+        cfg = self.context.model
+        if cfg is None or not self._choose(model := build_model(cfg), sites(model)["block"]):
+            return []
+        reasons = []
+        if not any(other.asks_products for other in others):
+            reasons.append(f"plain modules multiply as torch does: set {KERNELS} to true")
+        if self.context.precision != "bf16":
+            reasons.append(
+                f"8 bits take the place of bf16: set train.precision to 'bf16', not {self.context.precision!r}"
+            )
+        if self.context.compiled:
+            reasons.append("torch.compile does not know its products: set train.compile to false")
+        return reasons
+
+    def _find_problem(self) -> str:
+        """Says why nothing is done on this device; empty: something may be."""
+        device = self.context.device
+        if self.cfg.sites == "all":
+            return ""
+        if device.type != "cuda":
+            return "there is no GPU"
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            return "this GPU has no 8-bit products"
+        return ""
+
+    def _choose(self, model: nn.Module, blocks: Sequence[str]) -> list[str]:
+        """The layers whose products are done in 8 bits."""
+        if self._find_problem():
+            return []
+        layers = find_layers(model, blocks)
+        if self.cfg.sites == "auto":
+            stacks = [name.rpartition(".")[0] for name in blocks]
+            ends = {blocks[i] for i, stack in enumerate(stacks) if i in (stacks.index(stack), rindex(stacks, stack))}
+            inside = {name: layer for name, layer in layers.items() if split_name(name)[0] not in ends}
+            layers = {name: layer for name, layer in inside.items() if self._pays(model, name, layer)}
+        chosen = [name for name, layer in layers.items() if can_multiply(self.cfg.recipe, *layer.weight.shape)]
+        head = find_head_weight(model)
+        if self.cfg.head and head is not None and can_multiply(self.cfg.recipe, *head.shape):
+            chosen.append("head")
+        return chosen
+
+    def _pays(self, model: nn.Module, name: str, layer: nn.Linear) -> bool:
+        load, block = self.context.load, model.get_submodule(split_name(name)[0])
+        tokens = 0 if load is None else load.count_tokens(getattr(block, "cross", None) is not None)
+        return RATES.pays(tokens, layer.out_features, layer.in_features)
+
+    def apply(self, model: nn.Module, sites: Sites) -> None:
+        self.model = model
+        self._install(self._choose(model, sites["block"]))
+
+    def _install(self, names: Sequence[str]) -> None:
+        assert self.model is not None
+        for name in self.products:
+            del self.model.get_submodule(name).product
+        self.products = {name: Eight(self.cfg.recipe) for name in names}
+        for name, product in self.products.items():
+            self.model.get_submodule(name).product = product  # type: ignore[assignment]
+
+    def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
+        """Weights that are split over processes are rounded where they are gathered, by each pass."""
+        live = {name: product for name, product in self.products.items() if product.on}
+        for name, product in live.items():
+            weight, *norm = self._find_parameters(name)
+            if not isinstance(weight, DTensor):
+                product.renew(weight, *norm)
+        looks = step % LOOK == 0
+        self.watched = [name for i, name in enumerate(live) if i % GROUPS == step // LOOK % GROUPS] if looks else []
+        for name in self.watched:
+            live[name].watched = True
+
+    def _find_parameters(self, name: str) -> list[Any]:
+        """The weight of a layer; and the scale and shift of the norm whose output is all that the layer reads."""
+        assert self.model is not None
+        if name == "head":
+            return [find_head_weight(self.model)]
+        layer, (block_name, place) = self.model.get_submodule(name), split_name(name)
+        block = self.model.get_submodule(block_name)
+        norm = getattr(block, NORMS.get(place, ""), None)
+        if not block.pre_norm or not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or norm.weight is None:
+            return [layer.weight]
+        return [layer.weight, norm.weight, getattr(norm, "bias", None)]
+
+    def end(self, step: int) -> None:
+        """The host waits here for the device, if this was an update that was watched."""
+        if not self.watched:
+            return
+        zero = torch.zeros((), device=self.context.device)
+        rows = [[self.products[name].seen.get(what, zero) for what in MEASURED] for name in self.watched]
+        found = torch.stack([torch.stack([value.reshape(()) for value in row]) for row in rows])
+        if self.context.mesh.world > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        for name, values in zip(self.watched, found.tolist(), strict=True):
+            product, seen = self.products[name], dict(zip(MEASURED, values, strict=True))
+            product.watched, product.seen = False, {}
+            self.seen = {what: max(value, self.seen.get(what, 0.0)) for what, value in seen.items()}
+            cosine = 1 - max(seen["dx"], seen["dweight"])
+            if cosine < LEAST:
+                product.on = False
+                self.notes.append(
+                    f"8 bits: {name} multiplies in bf16 from step {step + 1} on: the cosine of its gradients was"
+                    f" {cosine:.4f}, below {LEAST}; of its input {seen['saturated x']:.2%} saturated and"
+                    f" {seen['underflow x']:.2%} became zero, of its gradient {seen['saturated dout']:.2%} and"
+                    f" {seen['underflow dout']:.2%}"
+                )
+        self.watched = []
+
+    def take_notes(self) -> list[str]:
+        notes, self.notes = self.notes, []
+        return notes
+
+    def find_lost(self) -> list[str]:
+        """The layers that went back to bf16."""
+        return [name for name, product in self.products.items() if not product.on]
+
+    def graph_key(self, step: int) -> Hashable:
+        """What is watched is launched; a layer that went back runs other kernels."""
+        return None if self.watched else tuple(self.find_lost())
+
+    def metrics(self, num_batches: int) -> dict[str, float]:
+        if not self.products:
+            return {}
+        seen, self.seen = self.seen, {}
+        values = {"fp8_layers": float(len(self.products) - len(self.find_lost()))}
+        if seen:
+            values["fp8_cosine"] = 1 - max(seen["dx"], seen["dweight"])
+            values |= {f"fp8_{what.replace(' ', '_')}": seen[what] for what in MEASURED[2:]}
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"layers": list(self.products), "lost": self.find_lost()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What a run has begun with it goes on with, also on a device for which the rule would choose otherwise."""
+        if "layers" not in state:
+            return
+        if state["layers"] != list(self.products):
+            self._install(state["layers"])
+        for name in state["lost"]:
+            self.products[name].on = False
+
+    def describe(self) -> str:
+        if self.products:
+            how = f"products of 8 bits ({self.cfg.recipe})"
+            return f"{how} in {len(self.products)} layers: {', '.join(shorten(self.products))}"
+        load = self.context.load
+        tokens = 0 if load is None else load.tokens
+        return (
+            f"8 bits: off: {self._find_problem() or f'no product is large enough to gain by it, with {tokens} tokens'}"
+        )
+
+
+def find_layers(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers of blocks, but for those that read an encoder's output: all blocks multiply that at once."""
+    inside = {f"{name}.{place}": layer for name in blocks for place, layer in model.get_submodule(name).named_modules()}
+    return {name: layer for name, layer in inside.items() if isinstance(layer, nn.Linear) and not name.endswith(".kv")}
+
+
+def rindex(values: Sequence[str], value: str) -> int:
+    """The place of the last one that is equal."""
+    return len(values) - 1 - list(reversed(values)).index(value)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The block of a layer, and its place in it: the names of a part of the block and of a layer of that part."""
+    block, part, layer = name.rsplit(".", 2)
+    return block, f"{part}.{layer}"
+
+
+def find_head_weight(model: nn.Module) -> Tensor | None:
+    """Of an output layer that computes its loss in chunks; it may be the embedding's table."""
+    head: Any = model.get_submodule("head")
+    if not hasattr(head, "loss"):
+        return None
+    embedding: Any = model.get_submodule("embedding")
+    return embedding.table if head.weight is None else head.weight
+
+
+def shorten(names: Mapping[str, Any]) -> list[str]:
+    """Each place once, with how many blocks have it."""
+    places = [split_name(name)[1] if "." in name else name for name in names]
+    return [f"{places.count(place)} {place}" for place in dict.fromkeys(places)]

@@ -1,0 +1,293 @@
+"""8-bit factors and their products: the definition against float64, the kernel against the definition, gradients
+against those of bf16, and what is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stretto.numerics.formats import E4M3 as EMULATED
+from stretto.ops.fp8 import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    Eight,
+    Narrow,
+    can_multiply,
+    launch_quantize,
+    most_of,
+    quantize,
+    quantize_ref,
+)
+from stretto.ops.linear import linear
+from stretto.ops.mlp import KEEPS, mlp
+from stretto.ops.products import multiply_scaled
+from tests.ops.checks import DEVICE, RUNS_KERNELS, rand
+
+HAS_PRODUCTS = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = pytest.mark.skipif(not HAS_PRODUCTS, reason="needs a GPU with 8-bit products")
+
+
+def restore(data: Tensor, scale: Tensor, recipe: str, weight: bool) -> Tensor:
+    """What the 8 bits stand for, in float64."""
+    if recipe == "block128":
+        scale = (scale if weight else scale.t()).repeat_interleave(128 if weight else 1, 0).repeat_interleave(128, 1)
+        scale = scale[: data.shape[0], : data.shape[1]]
+    return data.double() * scale.double()
+
+
+def restore_both(narrow: Narrow, recipe: str, weight: bool = False) -> tuple[Tensor, Tensor]:
+    one, other = (restore(*narrow[i : i + 2], recipe, weight) for i in (0, 2))
+    return one, other.t()
+
+
+def gradients(x: Tensor, weight: Tensor, dout: Tensor, product: Eight | None) -> tuple[Tensor, ...]:
+    """Result, dx and dweight of a linear layer."""
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    out = linear(leaves[0], leaves[1], product=product)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return float(F.cosine_similarity(a.double().flatten(), b.double().flatten(), 0))
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    return float(1 - 2 * (a * b).sum() / (a.square().sum() + b.square().sum()))
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["", "weight"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(130, 160), (1, 48)], ids=str)
+def test_numbers_are_within_half_a_step(shape: tuple[int, int], recipe: str, dtype: torch.dtype, weight: bool) -> None:
+    """Both ways, and beyond the end there are zeros."""
+    x = rand(*shape, dtype=torch.bfloat16, scale=3.0)
+    x[0, 5], x[0, 7] = 100.0, 0.0
+    found = quantize(x, dtype, recipe, weight=weight)
+    assert found.data.dtype == found.data_t.dtype == dtype and found.data.is_contiguous()
+    assert found.data_t.shape[1] % 16 == 0 and not found.data_t[:, len(x) :].float().any()
+    step, smallest = (2.0**-4, 2.0**-10) if dtype == E4M3 else (2.0**-3, 2.0**-17)
+    for y in restore_both(found, recipe, weight):
+        least = 110.0 / torch.finfo(dtype).max * smallest
+        assert ((y[: len(x)] - x.double()).abs() <= step * x.double().abs() + least).all()
+
+
+@pytest.mark.skipif(not RUNS_KERNELS, reason="runs the kernel: needs TRITON_INTERPRET=1 or a GPU")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_kernel_is_the_definition(recipe: str) -> None:
+    """Every bit, for rows that are apart, numbers over the whole range, and a bound."""
+    x = (rand(130, 300) * torch.logspace(-8, 3, 300, device=DEVICE)).bfloat16()[:, :144]
+    x[:, :2] = 0.0
+    for dtype in (E4M3, E5M2):
+        for weight in (False, True):
+            for most in (None, most_of(x) / 3) if recipe == "tensor" else (None,):
+                ones = zip(*(f(x, dtype, recipe, most, weight) for f in (launch_quantize, quantize_ref)), strict=True)
+                assert all(torch.equal(one.float(), other.float()) for one, other in ones)
+
+
+def test_the_definition_is_that_of_the_laboratory() -> None:
+    x = rand(8, 256).float()
+    found = quantize_ref(x, E4M3, "tensor", None, False)
+    assert torch.equal(found.data.double(), EMULATED.round(x * found.scale.reciprocal()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_product_is_that_of_restored_factors(recipe: str) -> None:
+    """Sums of 130 and of 48 that are no whole blocks; a block of zeros gives zeros."""
+    for inner in (130, 48) if DEVICE == "cpu" else (256, 128):
+        x, weight, bias = rand(37, inner, seed=1), rand(48 if DEVICE == "cpu" else 128, inner, seed=2), rand(48, seed=3)
+        bias = F.pad(bias, (0, len(weight) - len(bias)))
+        x[3] = 0.0
+        x8, w8 = quantize(x, E4M3, recipe), quantize(weight, E4M3, recipe, weight=True)
+        parts = (x8.data, w8.data, x8.scale, w8.scale, recipe)
+        out = multiply_scaled(*parts, torch.float32 if DEVICE == "cpu" else torch.bfloat16, bias, square=True)
+        exact = restore_both(x8, recipe)[0] @ restore_both(w8, recipe, True)[0].t() + bias.double()
+        assert (out - exact).abs().max() <= (1e-6 if DEVICE == "cpu" else 4e-3) * exact.abs().max()
+        assert torch.equal(out[3], bias.to(out.dtype))
+
+
+@pytest.mark.parametrize(("recipe", "least"), [("tensor", 0.998), ("row", 0.999), ("block128", 0.999)])
+def test_gradients_are_those_of_bf16(recipe: str, least: float) -> None:
+    """Of a layer of width 512. Gradients of `tensor` have 2 mantissa bits: half as exact."""
+    x, weight, dout = (
+        rand(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(256, 512), (512, 512), (256, 512)])
+    )
+    plain, narrow = (gradients(x, weight, dout, product) for product in (None, Eight(recipe)))
+    assert cosine(narrow[0], plain[0]) > 0.999
+    for one, other in zip(narrow[1:], plain[1:], strict=True):
+        assert cosine(one, other) > least and difference(one, other) < 2 * (1 - least)
+        assert not torch.equal(one, other)
+
+
+def test_autocast_rounds_nothing_more() -> None:
+    x, weight = rand(48, 64, dtype=torch.bfloat16), rand(32, 64, seed=1)
+    out, _ = Eight("tensor").multiply(x, weight)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert torch.equal(Eight("tensor").multiply(x, weight)[0], out)
+
+
+def test_scales_of_dweight_are_along_tokens() -> None:
+    """Another order of tokens makes other blocks of the transposed factor, and leaves the forward product."""
+    x, weight = rand(256, 128, dtype=torch.bfloat16), rand(128, 128, dtype=torch.bfloat16, seed=1)
+    order, product = torch.randperm(256, generator=torch.Generator().manual_seed(0)), Eight("block128")
+    (out, (_, scale)), (mixed, (_, others)) = (product.multiply(t, weight) for t in (x, x[order]))
+    assert torch.equal(out[order], mixed) and scale.shape == (2, 128) and not torch.equal(scale, others)
+
+
+def test_products_of_torch_on_a_cpu() -> None:
+    """Tensor-wise the same bits; row-wise close."""
+    x, weight = rand(48, 64).cpu(), rand(32, 64, seed=1).cpu()
+    for recipe, dtype in (("tensor", E4M3), ("tensor", E5M2), ("row", E4M3)):
+        a, b = quantize_ref(x, dtype, recipe, None, False), quantize_ref(weight, E4M3, recipe, None, True)
+        ours = multiply_scaled(a.data, b.data, a.scale, b.scale, recipe, torch.float32, square=True)
+        scales = {"scale_a": a.scale, "scale_b": b.scale.t()}
+        theirs = torch._scaled_mm(a.data, b.data.t(), **scales, out_dtype=torch.float32)
+        tensor, by_row = F.ScalingType.TensorWise, F.ScalingType.RowWise
+        kind = tensor if recipe == "tensor" else by_row
+        newer = F.scaled_mm(a.data, b.data.t(), a.scale, kind, b.scale.t(), kind, output_dtype=torch.float32)
+        for other in (theirs, newer):
+            assert torch.equal(ours, other) if recipe == "tensor" else (ours - other).abs().max() < 1e-4, recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tokens", [130, 128])
+def test_torch_accepts_what_a_gpu_would_be_given(tokens: int, recipe: str) -> None:
+    """Shapes, strides and dtypes of all three products pass the checks of torch's operation for GPUs, which a fake
+    tensor runs without one."""
+    x, weight, dout = rand(tokens, 256), rand(640, 256), rand(tokens, 640)
+    product, bias = Eight(recipe), rand(640)
+    parts = (
+        quantize(x, E4M3, recipe),
+        quantize(weight, E4M3, recipe, weight=True),
+        quantize(dout, product.gradients, recipe),
+    )
+    with FakeTensorMode():
+        x8, w8, dout8 = (
+            Narrow(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in part))
+            for part in parts
+        )
+        b = torch.empty(bias.shape, device="cuda")
+        options = (recipe, torch.bfloat16)
+        out = multiply_scaled(x8.data, w8.data, x8.scale, w8.scale, *options, b, square=True)
+        dx = multiply_scaled(dout8.data, w8.data_t, dout8.scale, w8.scale_t, *options, square=True)
+        dweight = multiply_scaled(dout8.data_t, x8.data_t, dout8.scale_t, x8.scale_t, *options)
+    assert [tuple(t.shape) for t in (out, dx, dweight)] == [(tokens, 640), (tokens, 256), (640, 256)]
+    assert {t.dtype for t in (out, dx, dweight)} == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # zero times infinity, in the interpreter
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_zeros_and_numbers_that_are_not_finite(recipe: str) -> None:
+    weight, dout = rand(128, 128, dtype=torch.bfloat16), rand(32, 128, dtype=torch.bfloat16, seed=1)
+    out, dx, dweight = gradients(torch.zeros_like(dout), weight, dout, Eight(recipe))
+    assert not out.any() and not dweight.any() and dx.isfinite().all()
+    for wrong in (torch.inf, -torch.inf, torch.nan):
+        x = dout.clone()
+        x[3, 5] = wrong
+        out, _, dweight = gradients(x, weight, dout, Eight(recipe))
+        assert not out[3].isfinite().any() and not dweight[:, 5].isfinite().all()
+        assert not gradients(dout, weight, x, Eight(recipe))[1][3].isfinite().all()
+    huge = gradients(dout * 1e30, weight * 1e-30, dout, Eight(recipe))[0]
+    assert cosine(huge, gradients(dout, weight, dout, None)[0]) > 0.998, "a scale is as wide as a float"
+
+
+def test_a_bound_needs_no_maximum() -> None:
+    """What a norm gives is within its bound; what is beyond a bound stays at the largest number."""
+    x, gamma, beta = rand(64, 256, scale=7.0), rand(256, seed=1), rand(256, seed=2)
+    y, product = F.layer_norm(x, (256,), gamma, beta), Eight("tensor")
+    product.renew(rand(32, 256), gamma, beta)
+    assert product.most is not None and y.abs().max() <= product.most
+    found = quantize(y, E4M3, "tensor", product.most)
+    assert cosine(restore_both(found, "tensor")[0], y) > 0.999
+    found = quantize(y, E4M3, "tensor", y.abs().max() / 4)
+    assert found.data.float().abs().max() == 448 and (found.data.float() == 448).sum() > 1
+
+
+def test_a_weight_is_rounded_once_an_update() -> None:
+    """It stays where it is, and one that has changed since is rounded anew."""
+    weight, x, product = rand(32, 64, dtype=torch.bfloat16), rand(16, 64, dtype=torch.bfloat16, seed=1), Eight("tensor")
+    first, _ = product.multiply(x, weight)
+    product.renew(weight)
+    assert product._weigh(weight) is product._weight and torch.equal(product.multiply(x, weight)[0], first)
+    place = product._weight.data.data_ptr()
+    weight.mul_(2.0)
+    assert torch.equal(product.multiply(x, weight)[0], 2 * first), "not what is out of date"
+    product.renew(weight)
+    assert product._weight.data.data_ptr() == place and torch.equal(product.multiply(x, weight)[0], 2 * first)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("kind", ["gelu", "relu", "swiglu"])
+def test_an_mlp_keeps_bytes(kind: str, keep: str) -> None:
+    """As much as is said, all with the same bits; less than in bf16."""
+    width, inner, tokens = 32, 64, 48
+    up = 2 * inner if kind == "swiglu" else inner
+    tensors = [
+        rand(*shape, dtype=torch.bfloat16, seed=i)
+        for i, shape in enumerate([(tokens, width), (up, width), (up,), (width, inner), (width,)])
+    ]
+
+    def run(keep: str, products: tuple[Eight, Eight] | None) -> tuple[list[Tensor], int]:
+        leaves, sizes = [t.clone().requires_grad_() for t in tensors], dict[int, int]()
+        own = {leaf.data_ptr() for leaf in leaves[1:]}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.data_ptr() not in own and t.numel() > 2:
+                sizes[t.data_ptr()] = t.numel() * t.element_size()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = mlp(*leaves, kind, 0.0, None, keep, products)
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))], sum(sizes.values())
+
+    both = (Eight("tensor"), Eight("tensor"))
+    (first, _), (found, kept), (plain, before) = run("activation", both), run(keep, both), run(keep, None)
+    assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+    least = 0.97 if kind == "relu" else 0.99  # rounding turns some signs, and with them whole gradients
+    assert all(cosine(a, b) > least for a, b in zip(found, plain, strict=True))
+    assert kept < before if keep != "input" else kept == before
+
+
+def test_what_is_watched() -> None:
+    """A scale that is wrong shows: too small a one saturates, too large a one underflows, and both turn gradients."""
+    x, weight, dout = (rand(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(64, 128), (32, 128), (64, 32)]))
+    product = Eight("tensor")
+    gradients(x, weight, dout, product)
+    assert product.seen == {}, "nothing, unless it is asked for"
+
+    def watch(most: Tensor | None) -> dict[str, float]:
+        product = Eight("tensor")
+        product.watched, product.most = True, most
+        found = gradients(x, weight, dout, product)
+        product.watched = False
+        assert all(torch.equal(a, b) for a, b in zip(found, gradients(x, weight, dout, product), strict=True))
+        return {name: float(value) for name, value in product.seen.items()}
+
+    most = x.abs().max().float()
+    good, small, large = watch(None), watch(most / 64), watch(most * 2**16)
+    assert good["most x"] == x.abs().max() and good["saturated x"] == 0 and good["underflow x"] < 1e-3
+    assert 0 <= good["dx"] < 0.003 and 0 <= good["dweight"] < 0.003
+    assert small["saturated x"] > 0.5 and small["dweight"] > 0.05 and small["dx"] == good["dx"]
+    assert large["underflow x"] > 0.2 and large["dweight"] > 0.03
+
+
+def test_it_can_be_switched_off_and_has_no_tokens() -> None:
+    x, weight, dout = (rand(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(16, 32), (48, 32), (16, 48)]))
+    product = Eight("tensor")
+    product.on = False
+    for one, other in zip(gradients(x, weight, dout, product), gradients(x, weight, dout, None), strict=True):
+        assert torch.equal(one, other)
+    product.on = True
+    assert [t.shape for t in gradients(x[:0], weight, dout[:0], product)] == [(0, 48), (0, 32), (48, 32)]
+    with pytest.raises(ValueError, match="a recipe is one of"):
+        quantize(x, E4M3, "tile")
+    with pytest.raises(ValueError, match="at least one row"):
+        quantize(x[:0])
+    assert (
+        can_multiply("tensor", 48, 32) and not can_multiply("tensor", 50, 32) and not can_multiply("block128", 128, 64)
+    )

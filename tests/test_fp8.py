@@ -1,0 +1,274 @@
+"""Products of 8 bits as a technique: which layers, how a run goes on, what it says, and when it does nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import stretto
+import stretto.build
+from stretto import checkpoint, graphs
+from stretto.batch import Batch, Counts, Sequences, dense_layout
+from stretto.config import Config, build_config
+from stretto.errors import ConfigError
+from stretto.mesh import Mesh
+from stretto.ops.fp8 import Eight
+from stretto.precision import autocast
+from stretto.report import read_events
+from stretto.runtime import Runtime
+from stretto.techniques import fp8, open_techniques
+from stretto.techniques.fp8 import LEAST, LOOK, RATES, Fp8
+from stretto.train import train
+from tests.runs import MakeConfig, eval_losses, losses
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ALL = {"sites": "all"}
+
+
+@pytest.fixture
+def run(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Path]:
+    """Trains a tiny model in bf16, three blocks with kernels; returns its folder."""
+
+    def run(name: str, resume: bool = False, **changes: Any) -> Path:
+        options: dict[str, Any] = {
+            "train__precision": "bf16", "techniques__fused": True, "model__layers": 3, "optim__schedule": "constant",
+        }  # fmt: skip
+        return train(make_config(**options | changes, run__dir=str(tmp_path / name)), resume)
+
+    return run
+
+
+def technique_of(config: Config, device: torch.device = CPU) -> Fp8:
+    """As it is in a run on such a device, which need not be there."""
+    context = stretto.build.describe_context(config, Runtime(device), Mesh())
+    (found,) = [each for each in open_techniques(config, context) if isinstance(each, Fp8)]
+    model = stretto.build.build_model(config.model)
+    found.apply(model, stretto.build.sites(model))
+    return found
+
+
+def configure(**changes: Any) -> Config:
+    tree: dict[str, Any] = {"data": {"seq_len": 1024}, "techniques": {"fp8": True, "fused": True}}
+    return build_config(tree | changes)
+
+
+def test_off_is_bit_identical(run: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU it stays off, and says so."""
+    without = run("without")
+    capsys.readouterr()
+    with_it = run("with", techniques__fp8=True)
+    assert "8 bits: off: there is no GPU" in capsys.readouterr().out
+    assert losses(with_it) == losses(without) and eval_losses(with_it) == eval_losses(without)
+    one, two = (checkpoint.load(folder / "checkpoints", 6) for folder in (with_it, without))
+    assert all(torch.equal(one.weights[key], two.weights[key]) for key in two.weights)
+    assert not any(key.startswith("fp8") for event in read_events(with_it) for key in event)
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block128"])
+def test_it_learns_as_bf16_does(run: Callable[..., Path], recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    size = {"model__width": 128, "model__heads": 2} if recipe == "block128" else {}
+    plain = run("plain", **size)
+    narrow = run("narrow", techniques__fp8=ALL | {"recipe": recipe, "head": recipe == "row"}, **size)
+    words = "12 layers: 3 attention.qkv, 3 attention.out, 3 mlp.up, 3 mlp.down"
+    words = words.replace("12", "13") + ", 1 head" if recipe == "row" else words
+    assert f"products of 8 bits ({recipe}) in {words}" in capsys.readouterr().out
+    one, other = losses(plain), losses(narrow)
+    assert one != other and all(abs(one[step] - other[step]) < 0.02 for step in one)
+    line = [event for event in read_events(narrow) if "eval_loss" in event][-1]
+    assert line["fp8_layers"] == 12 + (recipe == "row") and line["fp8_cosine"] > 0.997
+    assert line["fp8_saturated_x"] == 0 and line["fp8_underflow_dout"] < 0.02 < line["fp8_most_x"]
+
+
+COMBINED: dict[str, dict[str, Any]] = {
+    "lean": {"techniques__lean": {"mlp": "product", "qkv": "input"}},
+    "blocks": {"techniques__lean": {"blocks": 2, "mlp": "input"}},
+    "layer_drop": {"techniques__layer_drop": {"theta": 0.5, "gate": "sample"}},
+    "standardize": {"techniques__standardize": True},
+    "post": {"model__norm_order": "post", "model__activation": "relu"},
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_with_others(run: Callable[..., Path], name: str) -> None:
+    plain, narrow = run("plain", **COMBINED[name]), run("narrow", **COMBINED[name], techniques__fp8=ALL)
+    one, other = losses(plain), losses(narrow)
+    assert one != other and all(abs(one[step] - other[step]) < 0.05 for step in one)
+
+
+def test_what_is_computed_again_has_the_same_bits(run: Callable[..., Path]) -> None:
+    kept = run("kept", techniques__fp8=ALL)
+    again = run("again", techniques__fp8=ALL, techniques__lean={"norms": "input", "mlp": "input", "qkv": "input"})
+    assert losses(kept) == losses(again)
+
+
+def test_a_resumed_run_is_the_same_run(
+    run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer that is looked at in step 4 (of looks every 2) is planted a wrong scale, and goes back to bf16."""
+    monkeypatch.setattr(fp8, "LOOK", 2)
+    monkeypatch.setattr(fp8, "GROUPS", 3)
+    renew = Eight.renew
+
+    def plant(product: Eight, weight: torch.Tensor, *norm: Any) -> None:
+        renew(product, weight, *norm)
+        if weight.shape == (32, 128):  # the second product of an MLP
+            product.most = torch.tensor(1e-4)
+
+    monkeypatch.setattr(Eight, "renew", plant)
+    options = {"techniques__fp8": ALL, "train__eval_every": 2}
+    whole = run("whole", **options, train__steps=8)
+    out = capsys.readouterr().out
+    assert out.count("multiplies in bf16 from step") == 3 and "saturated and" in out
+    assert "8 bits: decoder.blocks.0.mlp.down multiplies in bf16 from step 1 on" in out
+    run("parts", **options, train__steps=4)
+    parts = run("parts", **options, train__steps=8, resume=True)
+    assert losses(parts) == losses(whole)
+    one, two = (checkpoint.load(folder / "checkpoints", 8) for folder in (parts, whole))
+    assert all(torch.equal(one.weights[key], two.weights[key]) for key in two.weights)
+    state = two.state["techniques"]["fp8"]
+    assert state == one.state["techniques"]["fp8"] and state["lost"] == [
+        f"decoder.blocks.{i}.mlp.down" for i in range(3)
+    ]
+    assert len(state["layers"]) == 12
+    lines = [event for event in read_events(whole) if "eval_loss" in event]
+    assert lines[0]["fp8_cosine"] < LEAST and lines[0]["fp8_saturated_x"] > 0.5 and lines[-1]["fp8_layers"] == 9
+
+
+def test_the_rule() -> None:
+    """As the seed has it: more than about 370 of MNK / (MN + MK + NK) pays."""
+    assert RATES.pays(32768, 2304, 768) and RATES.pays(32768, 768, 768) and not RATES.pays(16384, 512, 512)
+    for tokens, out, inner in ((16384, 768, 768), (512, 4096, 4096), (400, 4096, 16384), (8192, 1024, 1024)):
+        ratio = 1 / (1 / tokens + 1 / out + 1 / inner)
+        assert RATES.pays(tokens, out, inner) == (ratio > 374)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fp8]:
+    """What would be chosen on a GPU."""
+
+    def choose(capability: tuple[int, int] = (9, 0), **changes: Any) -> Fp8:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        return technique_of(configure(**changes), GPU)
+
+    return choose
+
+
+def test_which_layers_pay(on_gpu: Callable[..., Fp8]) -> None:
+    large = {"data": {"seq_len": 1024, "batch_size": 32}, "model": {"preset": "gpt2-small"}}
+    found = on_gpu(**large)
+    assert len(found.products) == 10 * 4, "not the first block, and not the last"
+    assert found.describe() == (
+        "products of 8 bits (tensor) in 40 layers: 10 attention.qkv, 10 attention.out, 10 mlp.up, 10 mlp.down"
+    )
+    assert "decoder.blocks.0.mlp.up" not in found.products and "decoder.blocks.1.mlp.up" in found.products
+    few = on_gpu(data={"seq_len": 512, "batch_size": 1}, model={"preset": "gpt2-small"})
+    assert not few.products and few.describe() == (
+        "8 bits: off: no product is large enough to gain by it, with 512 tokens"
+    )
+    small = on_gpu(data={"seq_len": 1024, "batch_size": 64}, model={"width": 256, "heads": 4, "layers": 12})
+    assert not small.products and small.state_dict() == {"layers": [], "lost": []} and small.metrics(0) == {}
+    old = on_gpu((8, 0), **large)
+    assert not old.products and old.describe() == "8 bits: off: this GPU has no 8-bit products"
+    pairs = on_gpu(
+        data={"task": "translation", "languages": ["en", "de"], "max_tokens": 16384},
+        model={"preset": "transformer-big"},
+    )
+    places = {name.split(".", 3)[3] for name in pairs.products}
+    assert "mlp.up" in places and "cross.kv" not in places
+    assert {name.split(".")[0] for name in pairs.products} == {"encoder", "decoder"}
+    sites = {name.split(".")[2] for name in pairs.products}
+    assert sites == {"1", "2", "3", "4"}
+
+
+def test_what_it_cannot_work_with() -> None:
+    def reasons(device: torch.device = CPU, **changes: Any) -> str:
+        tree = {"techniques": {"fp8": ALL, "fused": True}, "train": {"precision": "bf16"}} | changes
+        config = build_config(tree)
+        with pytest.raises(ConfigError) as caught:
+            open_techniques(config, stretto.build.describe_context(config, Runtime(device), Mesh()))
+        return str(caught.value)
+
+    assert "set techniques.fused to true" in reasons(techniques={"fp8": ALL})
+    assert "set train.precision to 'bf16', not 'fp32'" in reasons(train={"precision": "fp32"})
+    assert "set train.compile to false" in reasons(train={"precision": "bf16", "compile": True})
+    with pytest.raises(ConfigError, match=r"techniques\.fp8\.recipe = 'tile' must be one of"):
+        build_config({"techniques": {"fp8": {"recipe": "tile"}}})
+
+
+def test_odd_shapes_stay_in_bf16() -> None:
+    changes = {"model": {"width": 40, "heads": 2, "mlp_width": 64}, "train": {"precision": "bf16"}}
+    tree = {"techniques": {"fp8": ALL | {"head": True}, "fused": True}, "data": {"seq_len": 16}} | changes
+    found = technique_of(build_config(tree))
+    assert not found.products, "40 is no multiple of 16"
+    found = technique_of(build_config(tree | {"model": {"width": 48, "heads": 2, "mlp_width": 72, "vocab": 50}}))
+    assert {name.split(".", 3)[3] for name in found.products} == {"attention.qkv", "attention.out"}
+
+
+def count_kept(config: Config, layers: int) -> int:
+    """The bytes of what autograd keeps of a pass, parameters left out."""
+    config = replace(config, model=replace(config.model, layers=layers, vocab=64))
+    parts = stretto.build.build(config, Runtime(CPU), Mesh())
+    own = {p.untyped_storage().data_ptr() for p in parts.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own and t.dim() > 1:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    layout, ids = dense_layout(4, 16), torch.arange(64)
+    batch = Batch(ids, Counts(64, 64, 64, 4 * 16 * 16), (), inputs=Sequences(ids, ids % 16, layout))
+    parts.techniques.begin(1, 1.0, None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), autocast("bf16", CPU):
+        parts.model.train()(batch)
+    return sum(kept.values())
+
+
+def test_a_block_keeps_fewer_bytes(make_config: MakeConfig) -> None:
+    """27 bytes a token and unit of width in place of 32: of the inputs of products one byte each, in place of two; but
+    attention keeps its output, too."""
+    for recipe, wanted in ((None, 32), ("tensor", 27)):
+        options = {"techniques__fp8": False if recipe is None else ALL | {"recipe": recipe}, "model__dropout": 0.0}
+        config = make_config(techniques__fused=True, train__precision="bf16", **options)
+        block = count_kept(config, 3) - count_kept(config, 2)
+        statistics = 2 * 8 + 4 * config.model.heads  # of norms and attention, a token
+        assert 0 <= block - (wanted * config.model.width + statistics) * 64 <= 4 * 4, "and the scale of a layer's input"
+
+
+def test_a_hugging_face_model_is_refused() -> None:
+    hf: Any = pytest.importorskip("transformers")
+    config = hf.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    with pytest.raises(ConfigError, match=r"techniques\.fp8 works in Stretto's own models only"):
+        stretto.accelerate(copy.deepcopy(hf.GPT2LMHeadModel(config)), fp8=True)
+
+
+def test_watched_updates_are_launched_and_recordings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever replays graphs launches an update whose key is None, and forgets nothing."""
+    calls: list[str] = []
+    loss = torch.zeros(())
+    gradients: Any = SimpleNamespace(stay=False, sync=lambda last: torch.no_grad(), finish=lambda: None)
+    work: Any = SimpleNamespace(
+        gradients=gradients, device=CPU, seed_for=lambda index: None,
+        learn=lambda batch: calls.append("learn") or loss, apply=lambda: calls.append("apply") or loss,
+    )  # fmt: skip
+    replay, forget = lambda *_: calls.append("replay") or (loss, loss), lambda: calls.append("forget")
+    monkeypatch.setattr(graphs, "Memory", lambda: SimpleNamespace(borrowed=torch.no_grad))
+    monkeypatch.setattr(graphs, "Recorder", lambda *_: SimpleNamespace(run=replay, forget=forget))
+    executor = graphs.Recorded(work, SimpleNamespace(recording=None))
+    for key in ((), None, ()):
+        executor.run([(0, None)], key)
+    assert calls == ["forget", "forget", "replay", "learn", "apply", "replay"]
+    found = technique_of(build_config({"techniques": {"fp8": ALL, "fused": True}, "train": {"precision": "bf16"}}))
+    found.watched = ["decoder.blocks.0.mlp.up"]
+    assert found.graph_key(0) is None and LOOK > 1
+    found.watched = []
+    assert found.graph_key(0) == ()
