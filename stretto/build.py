@@ -11,13 +11,13 @@ from stretto.batch import Batch
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.execute import Executor
+from stretto.gradients import Gradients, choose_gradients
 from stretto.graphs import Auto, Recorded
 from stretto.guard import Guard
 from stretto.mesh import Mesh
 from stretto.model import Model, build_model, sites
 from stretto.optim import build_optimizer, weight_writer
 from stretto.parallel.data import Portion, deal, shard, will_shard
-from stretto.parallel.gradients import Gradients, choose_gradients
 from stretto.plan import find_needs, for_device
 from stretto.precision import PRECISIONS, resolve_precision
 from stretto.runtime import Runtime

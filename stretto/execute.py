@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stretto.batch import Batch
-from stretto.parallel.gradients import Gradients
+from stretto.gradients import Gradients
 from stretto.runtime import Runtime
 
 

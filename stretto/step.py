@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from stretto.batch import Batch
+from stretto.gradients import Gradients
 from stretto.guard import Guard
 from stretto.optim import clip_gradients
-from stretto.parallel.gradients import Gradients
 from stretto.precision import autocast
 from stretto.runtime import seed_all
 

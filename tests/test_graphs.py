@@ -24,8 +24,8 @@ from stretto.config import Config, load_config
 from stretto.errors import ConfigError, NonFiniteError
 from stretto.evaluate import evaluate
 from stretto.execute import Executor
+from stretto.gradients import Gradients, Static
 from stretto.mesh import Mesh
-from stretto.parallel.gradients import Gradients, Static
 from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.train import train

@@ -40,13 +40,13 @@ from transformers import PreTrainedModel
 from stretto.batch import IGNORE
 from stretto.buckets import round_to_bucket, round_to_power, size_of_bucket
 from stretto.execute import Executor
+from stretto.gradients import Gradients
 from stretto.graphs import Recorded
 from stretto.hf.acceleration import is_accelerated, outermost, report, set_step, techniques_of
 from stretto.hf.defer import Call, Facts, Known, Request, Tried, calling
 from stretto.hf.find import argument_names, pad_id
 from stretto.hf.unpad import MASKS, get_to_know, is_familiar
 from stretto.optim import FlatAdamW, clip_gradients
-from stretto.parallel.gradients import Gradients
 
 log = logging.getLogger(__name__)
 LENGTHS = 8  # number of buckets of lengths between two powers of two

@@ -17,9 +17,9 @@ from stretto.batch import Batch, dense_layout
 from stretto.batch import Sequences as Tokens
 from stretto.config import OptimConfig, ParallelConfig
 from stretto.execute import Executor
+from stretto.gradients import Present
 from stretto.model import Chain, LMHead
 from stretto.optim import FlatAdamW, clip_gradients, learning_rate, set_learning_rate
-from stretto.parallel.gradients import Present
 from stretto.parallel.schedule import Action, Schedule
 from stretto.parallel.stages import Channel, Flight, Stage, Weights, find_names
 from stretto.precision import autocast

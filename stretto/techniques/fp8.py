@@ -86,6 +86,9 @@ class Fp8(Technique):
             reasons.append("torch.compile does not know its products: set train.compile to false")
         return reasons
 
+    def why_not_by_module(self) -> str:
+        return "weights are rounded once an update, and passes use older ones here"
+
     def _find_problem(self) -> str:
         """Says why nothing is done on this device; empty: something may be."""
         device = self.context.device
