@@ -33,6 +33,7 @@ from stretto.optim import FlatAdamW
 from stretto.parallel.sequence import SequenceParallel
 from stretto.report import read_events
 from stretto.runtime import Runtime
+from stretto.step import Update
 from stretto.techniques import load_all
 from stretto.techniques.technique import At, Context, Estimate, Foreign, Sites, Switch, Technique
 from stretto.train import train
@@ -49,7 +50,8 @@ NAMES = {
     "fused": r"\b[Ff]used\b|\bFused[A-Z]|_fused\b",
     "lean": r"\b[Ll]ean\b|\bLean[A-Z]|_lean\b",
     "fp8": r"techniques[./]fp8|\bFp8|\bEight\b|\bfp8=|\"fp8\"",
-    "sequence": r"parallel\.sequence|sequence_(method|layout|keep|heads)|[Ss]equence[- ]?[Pp]arallel|Splitter",
+    "pipeline": r"parallel\.pipeline\b|\"pipeline\"|\bPipeline\b",
+    "sequence": r"parallel\.sequence\b|sequence_(method|layout|keep|heads)|[Ss]equence[- ]?[Pp]arallel|Splitter",
 }
 # Torch has a word for its own optimizers that is ours for a technique.
 TORCHS = r"torch's\s+fused|torch that are fused|fused=True|[Ff]used\s+(kernel|optimizer|AdamW)"
@@ -114,6 +116,7 @@ def test_an_exception_is_needed(entry: str) -> None:
         "if config.techniques.fp8 is not None:",
         "if cfg.parallel.sequence > 1:",
         "split = Splitter(cfg)",
+        "from stretto.parallel.pipeline import Pipeline",
         "kept = cfg.sequence_keep",
     ],
 )
@@ -222,6 +225,19 @@ class Probe(Technique):
         CALLS.append(("build_optimizer", sum(len(group["params"]) for group in groups)))
         return OwnAdamW(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps)
 
+    def build_executor(self, model: Model, update: Update, rt: Runtime, optim: OptimConfig) -> None:
+        CALLS.append(("build_executor", update.optimizer))
+
+    def why_not_by_module(self) -> str:
+        return "it looks at all norms"
+
+    def join(self, shot: checkpoint.Snapshot) -> checkpoint.Snapshot:
+        return replace(shot, others={"probe": torch.tensor([self.updates])})
+
+    def take_part(self, shot: checkpoint.Snapshot) -> checkpoint.Snapshot:
+        CALLS.append(("take_part", shot.others["probe"].tolist()))
+        return shot
+
     def prepare(self, batch: Batch, at: At) -> Batch:
         """The first token is not predicted."""
         CALLS.append(("prepare", at))
@@ -321,6 +337,7 @@ def test_a_technique_in_a_test_uses_every_hook(
     assert [at for at in prepared if at.training] == [At(step, 2 * step + i) for step in range(6) for i in (0, 1)]
     assert [at for at in prepared if not at.training] == [At(0, i, training=False) for i in (0, 1)] * 2
     assert {first for _, first in calls("forward")} == {IGNORE} and len(calls("forward")) == 12 + 4
+    assert [type(optimizer) for optimizer in calls("build_executor")] == [OwnAdamW]
     lines = {event["step"]: event["probe_updates"] for event in read_events(folder) if "eval_loss" in event}
     assert lines == {3: 3.0, 6: 6.0}
     out = capsys.readouterr().out
@@ -339,7 +356,7 @@ def test_its_state_comes_back_and_its_identity_is_compared(
             run(make_config, parts, resume=True)
     CHOSEN[:] = [Options()]
     run(make_config, parts, resume=True)
-    assert calls("load_state_dict") == [{"updates": 3}]
+    assert calls("load_state_dict") == [{"updates": 3}] and calls("take_part") == [[3]]
     assert [event["probe_updates"] for event in read_events(parts) if "eval_loss" in event] == [3.0, 6.0]
     one, two = (checkpoint.load(folder / "checkpoints", 6) for folder in (whole, parts))
     assert all(torch.equal(one.weights[key], two.weights[key]) for key in one.weights)
