@@ -62,11 +62,10 @@ def build_mesh(cfg: ParallelConfig, device: torch.device, rank: int, world: int)
         return mesh
     names, sizes = ("data", *(name for name, _ in axes)), (mesh.data_world, *(size for _, size in axes))
     grid = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    return Mesh(rank, world, axes, grid, _find_peers(grid, cfg.find_repeated(), rank))
+    return Mesh(rank, world, axes, grid, _find_peers(grid, names, cfg.find_repeated(), rank))
 
 
-def _find_peers(grid: DeviceMesh, repeated: Sequence[str], rank: int) -> dist.ProcessGroup | None:
-    names = grid.mesh_dim_names or ()
+def _find_peers(grid: DeviceMesh, names: Sequence[str], repeated: Sequence[str], rank: int) -> dist.ProcessGroup | None:
     if not set(names) & set(repeated):
         return None
     others = [axis for axis, name in enumerate(names) if name not in repeated]

@@ -66,5 +66,5 @@ def test_every_reason_is_given_and_nothing_is_changed(applied: list[str]) -> Non
 
 
 def test_a_technique_exists_for_each_switch_in_its_order() -> None:
-    """That of sequence parallelism is a number, in [parallel]."""
-    assert [cls.name for cls in load_all()] == [*TechniquesConfig.__dataclass_fields__, "sequence"]
+    """Those of parallelism are numbers, in [parallel]."""
+    assert [cls.name for cls in load_all()] == [*TechniquesConfig.__dataclass_fields__, "pipeline", "sequence"]

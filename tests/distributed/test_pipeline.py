@@ -31,7 +31,7 @@ from tests.distributed.jobs import FAULTS
 from tests.distributed.processes import ROOT, find_port, launch
 from tests.runs import PATIENCE_S, base, change, eval_losses, losses
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]  # sums in the order of one thread
 STEPS = 7
 RESUMED = ("1f1b-ring", "2bw-linear", "pipelined-ring", "ouroboros-linear", "predict-2bw", "warm-pipelined")
 ORDERS = ("1f1b", "2bw", "pipelined", "ouroboros")
@@ -39,7 +39,8 @@ DROPS = {"model__dropout": 0.1, "model__attention_dropout": 0.1, "techniques__fu
 DROPS_TOKENS = DROPS | {"model__attention_dropout": 0.0}
 Trees = dict[str, dict[str, Any]]
 TWO = [
-    *(f"{order}-{place}" for order in ORDERS for place in ("linear", "ring")), "plain", "untied", "untied-pipelined",
+    *(f"{order}-{place}" for order in ORDERS for place in ("linear", "ring")), "exact", "plain", "untied",
+    "untied-pipelined",
     "rows", "post", "masked", "llama", "bf16", "lean", "dropped", "warm-2bw", "warm-pipelined", "predict-2bw",
     "predict", "mean", "cuts",
 ]  # fmt: skip
@@ -63,6 +64,7 @@ def make_two(folder: Path) -> Trees:
         for place in ("linear", "ring")
     }
     return found | {
+        "exact": make(folder, **DROPS_TOKENS),
         "plain": make(folder, parallel__schedule="pipelined"),
         "untied": make(folder, parallel__schedule="ouroboros", model__tied=False, train__micro_batches=2),
         "untied-pipelined": make(folder, parallel__schedule="pipelined", model__tied=False, train__micro_batches=2),
@@ -138,8 +140,8 @@ def two(folder: Path) -> Path:
         jobs[f"{name}-resumed"] = {"config": change(trees[name]), "resume": True, "folder": f"{name}-stopped"}
     for fault in FAULTS:
         jobs[fault] = {"config": change(trees["pipelined-linear"]), "plant": fault}
-    jobs["split again"] = {"config": change(trees["1f1b-linear"], parallel__placement="ring"), "resume": True}
-    jobs["split again"] |= {"folder": "1f1b-ring-stopped"}
+    jobs["cut"] = {"config": change(trees["exact"], parallel__placement="linear"), "stop_after": 2}
+    jobs["cut again"] = {"config": change(trees["exact"]), "resume": True, "folder": "cut"}
     launch(jobs, folder / "two", 2)
     return folder / "two"
 
@@ -176,14 +178,21 @@ def test_pipelines_share_batches_and_sequences(four: Path, folder: Path, name: s
         torch.testing.assert_close(load(four / name).weights[key], value, atol=2e-4, rtol=1e-3)
 
 
-def test_the_exact_order_is_plain_training(two: Path, folder: Path) -> None:
-    """With the same dropout: keys depend on the seed and the micro-batch, in every cut."""
-    tree = change(make_two(folder)["1f1b-ring"], parallel__pipeline=1)
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Path:
+    tree = change(make_two(folder)["exact"], parallel__pipeline=1)
     launch({"plain": {"config": tree}}, folder / "alone", 1)
-    one, ring = folder / "alone" / "plain", two / "1f1b-ring"
-    assert losses(ring) == pytest.approx(losses(one), abs=1e-5)
-    assert eval_losses(ring) == pytest.approx(eval_losses(one), abs=1e-5) and len(eval_losses(one)) == 1
-    found, wanted = load(ring), load(one)
+    return folder / "alone" / "plain"
+
+
+@pytest.mark.parametrize("name", ["exact", "cut"])
+def test_the_exact_order_is_plain_training(two: Path, alone: Path, name: str) -> None:
+    """With the same dropout: keys depend on the seed and the micro-batch, in every cut, and the cut may change when a
+    run goes on. (Without a pipeline, dropout in attention draws from torch's generator.)"""
+    losses_here = losses(two / name)
+    assert losses_here == pytest.approx({step: losses(alone)[step] for step in losses_here}, abs=1e-5)
+    assert eval_losses(two / name)[STEPS] == pytest.approx(eval_losses(alone)[STEPS], abs=1e-5)
+    found, wanted = load(two / name), load(alone)
     torch.testing.assert_close(found.weights, wanted.weights, atol=1e-5, rtol=1e-4)
     assert found.moments.keys() == wanted.moments.keys()  # so a plain run may go on from it, and the other way round
     assert found.state["identity"] == wanted.state["identity"] and found.state["tokens"] == wanted.state["tokens"]
@@ -278,8 +287,10 @@ main()
         return [(first, message), (0, pair[1].communicate(timeout=PATIENCE_S)[1])]
 
     (code, message), (_, other) = start("yes")
+    if end == "confused":  # the one who received it says so, the other one lost its partner
+        assert "a message of another micro-batch" in message, message
+        code, message = 7, other
     assert code == 7 and "stretto: another process was lost" in message, message
-    assert end != "confused" or "of another micro-batch" in other
     (code, message), _ = start("", "--resume")
     assert code == 0, message
     whole = [option.replace(str(run), f"{run}-whole") for option in options]
