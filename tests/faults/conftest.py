@@ -1,8 +1,10 @@
-"""One small trained run, of which each test gets a copy to spoil."""
+"""One small trained run, of which each test gets a copy to spoil; and the counts of the fault matrix (matrix.py)."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,25 @@ import pytest
 from stretto.config import build_config
 from stretto.train import train
 from tests.corpora import write_corpus
+
+
+Tally = Callable[[str, int], None]
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Tally:
+    """Adds to what the row of this test has counted: `tally("kills", 25)`."""
+
+    def add(what: str, number: int) -> None:
+        request.node.user_properties.append((f"tally: {what}", number))
+
+    return add
+
+
+@pytest.fixture(scope="session")
+def whole() -> bool:
+    """Whether all cases are tried, as in `make faults`, or a sample, as in `make test`."""
+    return bool(os.environ.get("STRETTO_FAULTS"))
 
 
 @pytest.fixture(scope="session")
