@@ -13,7 +13,6 @@ from stretto.config import build_config
 from stretto.train import train
 from tests.corpora import write_corpus
 
-
 Tally = Callable[[str, int], None]
 
 

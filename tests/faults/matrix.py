@@ -1,8 +1,9 @@
 """The fault matrix: its rows, and what has to be counted at least when all of it runs (`make faults`).
 
-A test says by `@pytest.mark.fault("K1")` which row it covers. Each row also has a negative control, `@pytest.mark.control("K1")`: a
-test which switches the mechanism off, or plants the fault in the comparison, and passes only if the comparison then fails. A test
-that tries many cases counts them by the fixture `tally`, and asks the fixture `whole` how many to try: few in `make test`.
+A test says by `@pytest.mark.fault("K1")` which row it covers. Each row also has a negative control,
+`@pytest.mark.control("K1")`: a test which switches the mechanism off, or plants the fault in the comparison, and passes
+only if the comparison then fails. A test that tries many cases counts them by the fixture `tally`, and asks the fixture
+`whole` how many to try: few in `make test`.
 """
 
 from __future__ import annotations
