@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto import checkpoint
+from stretto import checkpoint, drafts, verify
 from stretto.checkpoint import Snapshot
 from stretto.config import FusedConfig, ModelConfig, OptimConfig
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, DiskFullError, NonFiniteError
 from stretto.model import Model, build_model
 from stretto.optim import clip_gradients, weight_writer
 from stretto.weights import initialise
@@ -41,7 +41,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.state == {"step": 5, "best_step": 0}
 
 
-FILES = (*checkpoint.FILES, "manifest.json")
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
 
 def flip(path: Path) -> None:
@@ -119,8 +119,8 @@ def test_a_failed_write_leaves_the_old_one_and_no_litter(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "sync", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(drafts, "sync", full)
+    with pytest.raises(DiskFullError, match="No space left"):
         checkpoint.save(tmp_path, shot(2), keep=1)
     assert checkpoint.find_newest(tmp_path) == 1
     assert not list(tmp_path.glob(".*"))
@@ -140,7 +140,7 @@ def test_what_a_crash_left_is_cleaned_up_and_never_read(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     bad = shot(4)
     bad.weights["weight"][0, 0] = torch.nan
-    with pytest.raises(CheckpointError, match="weight"):
+    with pytest.raises(NonFiniteError, match="weight"):
         checkpoint.save(tmp_path, bad, keep=2)
     assert checkpoint.steps(tmp_path) == []
 
@@ -176,7 +176,7 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
     manifest = json.loads(path.read_text())
     del manifest["seal"]
     manifest["files"] = {"../../secret": manifest["files"]["state.json"]}
-    path.write_text(json.dumps(manifest | {"seal": checkpoint._seal(manifest)}))
+    path.write_text(json.dumps(manifest | {"seal": verify.seal(manifest)}))
     assert checkpoint.find_damage(tmp_path / "step-00000001") is not None
 
 
@@ -293,7 +293,7 @@ class Failing:
 
 @pytest.fixture
 def two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0, 0.0), raising=False)
+    monkeypatch.setattr(verify, "PAUSES_S", (0.0, 0.0, 0.0), raising=False)
     checkpoint.save(tmp_path, shot(10), keep=2)
     checkpoint.save(tmp_path, shot(20), keep=2)
     return tmp_path
