@@ -58,9 +58,7 @@ def clean(folder: Path) -> None:
 def write_part(draft: Path, shot: Snapshot, number: int = 0, parts: int = 1) -> None:
     """Writes what one process saves into a draft, to the disk. A file that lists it all is the last to appear."""
     step = int(shot.state["step"])
-    bad = [name for name, value in shot.weights.items() if value.is_floating_point() and not value.isfinite().all()]
-    if bad:
-        raise NonFiniteError(f"refusing to save step {step}: {bad[0]} and {len(bad) - 1} more weights are not finite")
+    _require_finite(shot)
     with _explaining_failures(draft, step):
         _make_folder(draft.parent)
         draft.mkdir(exist_ok=True)
@@ -75,6 +73,15 @@ def write_part(draft: Path, shot: Snapshot, number: int = 0, parts: int = 1) -> 
             write_text(draft / "state.json", text)
             files["state.json"] = {"size": len(text.encode()), "sha256": hashlib.sha256(text.encode()).hexdigest()}
         write_text(name_part(draft, number), json.dumps({"files": files, "tensors": tensors}))
+
+
+def _require_finite(shot: Snapshot) -> None:
+    bad = [name for name, value in shot.weights.items() if value.is_floating_point() and not value.isfinite().all()]
+    if bad:
+        raise NonFiniteError(
+            f"refusing to save step {shot.state['step']}: {bad[0]} and {len(bad) - 1} more weights are not finite; earlier "
+            "checkpoints are whole. Lower optim.lr, and go on from them with --resume"
+        )
 
 
 def name_part(draft: Path, number: int) -> Path:

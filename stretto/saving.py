@@ -84,8 +84,8 @@ class Saver:
         while missing := {number for number in missing if not name_part(self.draft, number).exists()}:
             if time.monotonic() > self.deadline or self.cut_off.is_set():
                 raise PeerLostError(
-                    f"{len(missing)} of {self.parts} processes did not write their parts of {self.draft.name} within "
-                    f"run.timeout_s = {self.rt.timeout_s:g}; earlier checkpoints are whole"
+                    f"{len(missing)} of {self.parts} processes did not write their parts of {self.draft.name} in time "
+                    f"(run.timeout_s = {self.rt.timeout_s:g}); earlier checkpoints are whole"
                 )
             self.cut_off.wait(POLL_S)
 
