@@ -25,6 +25,7 @@ from torch import Tensor
 from stretto.errors import CheckpointError, DiskFullError, NonFiniteError
 from stretto.files import sync, write_text
 from stretto.pieces import Rows, index_tensors, merge_indices, write_tensors
+from stretto.runtime import tell
 from stretto.verify import FORMAT, find_damage, find_manifest_flaw, judge, name_step, seal, steps
 
 KINDS = ("model", "optimizer", "others")  # of tensors: a file for each, the last one only where it is needed
@@ -79,8 +80,8 @@ def _require_finite(shot: Snapshot) -> None:
     bad = [name for name, value in shot.weights.items() if value.is_floating_point() and not value.isfinite().all()]
     if bad:
         raise NonFiniteError(
-            f"refusing to save step {shot.state['step']}: {bad[0]} and {len(bad) - 1} more weights are not finite; earlier "
-            "checkpoints are whole. Lower optim.lr, and go on from them with --resume"
+            f"refusing to save step {shot.state['step']}: {bad[0]} and {len(bad) - 1} more weights are not finite. "
+            "Earlier checkpoints are whole: lower optim.lr, and begin anew from one"
         )
 
 
@@ -101,7 +102,10 @@ def publish(draft: Path, state: dict[str, Any], keep: int, parts: int = 1) -> Pa
         else:
             _discard(target)
             _rename(draft, target)
+    try:
         _retire(folder, step, keep, state["best_step"])
+    except OSError as error:
+        tell(f"old checkpoints in {folder} could not be deleted: {error}")
     return target
 
 

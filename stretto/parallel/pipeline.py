@@ -28,6 +28,7 @@ from math import gcd
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.checkpoint import Stored
@@ -140,10 +141,13 @@ class Pipeline(Technique):
 
     def saves(self, name: str) -> bool:
         """The processes of the first pipeline save their own modules: not copies of them, nor what they borrow."""
-        return self.context.mesh.data_rank == 0 and any(name in stage.own for stage in self.executor.modules.values())
+        return self._is_first() and any(name in stage.own for stage in self.executor.modules.values())
+
+    def _is_first(self) -> bool:
+        return dist.get_process_group_ranks(self.group)[0] == 0
 
     def dump(self) -> dict[str, Tensor]:
-        return self.executor.dump() if self.context.mesh.data_rank == 0 else {}
+        return self.executor.dump() if self._is_first() else {}
 
     def take_part(self, stored: Stored) -> Stored:
         model, modules = self.executor.model, self.executor.modules

@@ -90,10 +90,11 @@ def make_states(root: Path) -> dict[str, tuple[Path, Callable[[Path], None]]]:
             checkpoint.save(many, make_shot(step), keep=9)
     (damaged / name_step(NEW) / "manifest.json").write_text("{")
     states = {"plain": plain, "damaged": damaged, "left": left, "many": many}
-    return {name: (folder, save_whole) for name, folder in states.items()} | {"parts": (plain, save_parts)}
+    saves: dict[str, Callable[[Path], None]] = {**dict.fromkeys(states, save_whole), "parts": save_parts}
+    return {name: (states.get(name, plain), act) for name, act in saves.items()}
 
 
-def watch_lines(do: Callable[[int], None]) -> None:
+def watch_lines(do: Callable[[int], object]) -> None:
     """Calls a function at each line of Python that this process and its new threads execute, with its number."""
     seen = 0
 
@@ -122,6 +123,11 @@ def fork(act: Callable[[], None]) -> int:
         os._exit(1)
 
 
+def crash_at(line: int, act: Callable[[], None]) -> None:
+    kill_at(line)
+    act()
+
+
 def kill_at(line: int) -> None:
     watch_lines(lambda seen: os.kill(os.getpid(), signal.SIGKILL) if seen == line else None)
 
@@ -131,7 +137,7 @@ def count_lines(act: Callable[[], None], path: Path) -> int:
 
     def counted() -> None:
         file = os.open(path, os.O_CREAT | os.O_WRONLY)
-        watch_lines(lambda seen: os.pwrite(file, b"%9d" % seen, 0) and None)
+        watch_lines(lambda seen: os.pwrite(file, b"%9d" % seen, 0))
         act()
 
     os.waitpid(fork(counted), 0)
@@ -174,7 +180,7 @@ def kill_savers(root: Path, points: int, control: bool) -> dict[str, Any]:
         for line in sorted({1 + i * lines // share for i in range(share)}):
             shutil.rmtree(here)
             shutil.copytree(folder, here)
-            pid = fork(lambda line=line, crash=crash: (kill_at(line), crash()))  # type: ignore[misc]
+            pid = fork(partial(crash_at, line, crash))
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             tried += code == -signal.SIGKILL
             try:
@@ -223,7 +229,7 @@ def kill_one_of_two(root: Path, rounds: int, control: bool) -> dict[str, Any]:
     folder, _ = make_states(root / "states")["plain"]
     lines = dict.fromkeys((0, 1), 0)
     losses: dict[str, str] = {}
-    slowest, codes = 0.0, []
+    slowest, codes = 0.0, list[int]()
     for number in range(-1, rounds):
         here, store = root / "here", root / f"store{number}"
         shutil.copytree(folder, here)
@@ -237,7 +243,7 @@ def kill_one_of_two(root: Path, rounds: int, control: bool) -> dict[str, Any]:
                 kill_at(kill[rank])
             elif not kill:
                 file = os.open(root / f"lines{rank}", os.O_CREAT | os.O_WRONLY)
-                watch_lines(lambda seen: os.pwrite(file, b"%9d" % seen, 0) and None)
+                watch_lines(lambda seen: os.pwrite(file, b"%9d" % seen, 0))
 
         pids = {rank: fork(partial(save_together, here, store, rank, partial(watch, rank))) for rank in (0, 1)}
         found = wait_for_both(pids, victim)
@@ -266,7 +272,7 @@ def wait_for_both(pids: dict[int, int], victim: int) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(False)  # imports much, which no process has to do again
-    verify.PAUSES_S = (0.0,)
+    verify.PAUSES_S = (0.0, 0.0, 0.0)
     work = json.load(sys.stdin)
     do = {"K1": kill_savers, "K2": kill_one_of_two}[work["row"]]
     print(json.dumps(do(Path(sys.argv[1]), work["number"], work["control"])))
