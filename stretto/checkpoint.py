@@ -1,75 +1,107 @@
-"""Checkpoints: save, verify, publish, load, retire.
+"""Checkpoints: save and load.
 
-    checkpoints/step-00000020/model.safetensors      weights, whole tensors under their state-dict names
+    checkpoints/step-00000020/model.safetensors      weights, under their state-dict names
                               optimizer.safetensors  moments, as "exp_avg/NAME"
                               others.safetensors     what techniques want back, where they do
                               state.json             step, which step evaluated best, and what the trainer wants back
-                              manifest.json          size and SHA-256 of the others
+                              manifest.json          size and SHA-256 of the others, and which rows of tensors they have
 
-A checkpoint is written into a temporary folder, flushed to the disk and renamed in one instant, so a crash leaves the
-previous one or the new one, whole. There is no pickle: reading a checkpoint cannot run code. Tensors are stored whole,
-so a run may resume on another number of processes.
+Where processes have different tensors, or rows of them, each writes what it has (model-00001-of-00004.safetensors), so
+none ever holds the whole model; whoever resumes reads the rows that it needs, on any number of processes (pieces.py).
+There is no pickle: reading a checkpoint cannot run code.
 
-Three things can be wrong with one. It is damaged if it does not match its manifest: it is passed over, and may be
-deleted. It is unreadable if the system fails: after some tries the run stops, since the checkpoint may be whole. It is
-foreign if it is of another step than its name says, or of another model or optimizer: the run stops, too. What is
-unreadable or foreign is never deleted.
+A checkpoint is there as a whole or not at all (drafts.py), is written by a thread in a run (saving.py), and is verified
+before it is believed (verify.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
 import shutil
-import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from stretto.drafts import KINDS, Snapshot, clean, name_draft, publish, write_part
 from stretto.errors import CheckpointError
-from stretto.files import sync
 from stretto.optim import FlatAdamW
-from stretto.runtime import tell
-from stretto.weights import Write, put, take
+from stretto.pieces import READ_ERRORS, Index, OpenFolder, Rows, StoredTensor
+from stretto.verify import find_best, find_damage, find_newest, name_step, read_manifest, read_state, steps
+from stretto.weights import Write, find_first_row, find_local, is_first_copy, put, wrap_rows
 
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
-OTHERS = "others.safetensors"  # not in every checkpoint: the manifest says whether
+__all__ = [
+    "Snapshot", "Stored", "count_bytes", "find_best", "find_damage", "find_newest", "load", "open_stored",
+    "restore_moments", "restore_weights", "save", "snapshot", "steps",
+]  # fmt: skip
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the entries that AdamW keeps for each parameter
-MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other errors of the system may pass
-PAUSES_S = (0.1, 0.5, 2.0)  # between tries to read; what network file systems and a full table of open files may need
-_NAME = re.compile(r"step-(\d{8})")
-Result = TypeVar("Result")
+Saves = Callable[[str], bool]  # whether this process saves a tensor that several may have whole, by its name
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """The state of a run as whole tensors on the CPU."""
+class Stored:
+    """The state of a run in its files, of which tensors are read when they are asked for."""
 
-    weights: dict[str, Tensor]
-    moments: dict[str, Tensor]
-    state: dict[str, Any]  # JSON; `step`, and `best_step`: 0 while nothing was evaluated
-    others: dict[str, Tensor] = field(default_factory=dict)  # what techniques want back besides
+    weights: Mapping[str, StoredTensor]
+    moments: Mapping[str, StoredTensor]
+    state: dict[str, Any]
+    others: Mapping[str, StoredTensor]
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Snapshot:
-    """Takes the state of a run. Every process must call this function: sharded tensors are gathered."""
+def snapshot(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    others: dict[str, Tensor] | None = None,
+    saves: Saves = lambda name: True,
+) -> Snapshot:
+    """Copies what this process saves. Training may go on as soon as this function returns."""
     exact = optimizer.weight if isinstance(optimizer, FlatAdamW) else Tensor.detach
-    weights = {name: take(exact(value)) for name, value in model.state_dict(keep_vars=True).items()}
-    moments = {}
-    for name, (parameter, key, shape) in _find_moments(model, optimizer).items():
+    found = _find_tensors(model, optimizer, saves)
+    rows = {name: Rows(find_first_row(t), tuple(t.shape)) for name, t in found.items() if isinstance(t, DTensor)}
+    copies = {name: _copy(find_local(exact(t) if "/" not in name else t)) for name, t in found.items()}
+    if any(t.is_cuda for t in found.values()):
+        torch.cuda.current_stream().synchronize()  # the copies are complete
+    weights = {name: value for name, value in copies.items() if "/" not in name}
+    moments = {name: value for name, value in copies.items() if "/" in name}
+    return Snapshot(weights, moments, state, others or {}, rows)
+
+
+def count_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, saves: Saves = lambda name: True) -> int:
+    """About how large the files are that this process writes: numbers, and what is said of each tensor. Weights of any
+    kind are saved in 32 bits."""
+    found = _find_tensors(model, optimizer, saves)
+    sizes = {name: find_local(t).numel() * max(t.itemsize, 4 * ("/" not in name)) for name, t in found.items()}
+    return sum(sizes.values()) + sum(2 * len(name) + 140 for name in sizes)
+
+
+def _find_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, saves: Saves) -> dict[str, Tensor]:
+    """The weights and moments that this process saves, as they are; names of moments have a slash."""
+    weights = model.state_dict(keep_vars=True)
+    found = {name: value for name, value in weights.items() if _is_saved_here(value, saves(name))}
+    for name, (parameter, key, _) in _find_moments(model, optimizer).items():
         # Torch's AdamW has no moments of a parameter that never had a gradient: they begin with zeros.
-        known = optimizer.state.get(parameter, {}).get(key)
-        moments[name] = torch.zeros(shape) if known is None else take(known)
-    return Snapshot(weights, moments, state)
+        own = optimizer.state.get(parameter, {}).get(key)
+        like = torch.zeros((), device=parameter.device) if key == "step" else parameter
+        moment = torch.zeros_like(like, requires_grad=False) if own is None else own
+        if _is_saved_here(moment, saves(name.partition("/")[2])):
+            found[name] = moment
+    return found
+
+
+def _is_saved_here(tensor: Tensor, whole: bool) -> bool:
+    """A sharded tensor is saved by whoever has the first copy of some of its rows; others if `whole` says so."""
+    return is_first_copy(tensor) and find_local(tensor).numel() > 0 if isinstance(tensor, DTensor) else whole
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, which a GPU may still be writing: into pinned memory, which is several times as fast."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def _find_moments(
@@ -86,141 +118,65 @@ def _find_moments(
 
 
 def save(folder: Path, shot: Snapshot, keep: int) -> Path:
-    """Publishes a snapshot as `folder/step-N` and retires old ones. Only the main process calls it."""
-    step = int(shot.state["step"])
-    bad = [name for name, value in shot.weights.items() if value.is_floating_point() and not value.isfinite().all()]
-    if bad:
-        raise CheckpointError(f"refusing to save step {step}: {bad[0]} and {len(bad) - 1} more are not finite")
-    target = folder / f"step-{step:08d}"
-    if step in steps(folder):
-        if find_damage(target) is None:
-            return target  # a stop right after a regular save
-        _discard(target)
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in (*folder.glob(".new-*"), *folder.glob(".gone-*")):
-        shutil.rmtree(stale, ignore_errors=True)  # what a crash left behind
-    draft = folder / f".new-{target.name}-{uuid.uuid4().hex}"
+    """Publishes the state of a whole run as `folder/step-N` and retires old ones."""
+    draft = name_draft(folder, shot.state["step"], uuid.uuid4().hex)
     try:
-        _write(draft, shot)
-        draft.rename(target)
+        clean(folder)
+        write_part(draft, shot)
+        return publish(draft, shot.state, keep)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    sync(folder)
-    _retire(folder, step, keep, shot.state["best_step"])
-    return target
 
 
-def _write(draft: Path, shot: Snapshot) -> None:
-    draft.mkdir()
-    save_file(shot.weights, draft / "model.safetensors")
-    save_file(shot.moments, draft / "optimizer.safetensors")
-    if shot.others:
-        save_file(shot.others, draft / OTHERS)
-    names = (*FILES, OTHERS) if shot.others else FILES
-    (draft / "state.json").write_text(json.dumps(shot.state, indent=1))
-    files = {name: {"size": (draft / name).stat().st_size, "sha256": _hash(draft / name)} for name in names}
-    manifest = {"format": 1, "step": shot.state["step"], "torch": torch.__version__, "files": files}
-    (draft / "manifest.json").write_text(json.dumps(manifest | {"seal": _seal(manifest)}, indent=1))
-    for name in (*names, "manifest.json"):
-        sync(draft / name)
-    sync(draft)
-
-
-def find_damage(checkpoint: Path) -> str | None:
-    """Says why this checkpoint must not be loaded; None if it is whole. A `CheckpointError` says that the checkpoint
-    cannot be read, or that it is another step's than its name says."""
-    return _read_patiently(checkpoint, _find_damage)
-
-
-def _read_patiently(checkpoint: Path, read: Callable[[Path], Result]) -> Result:
-    pauses = iter(PAUSES_S)
-    while True:
-        try:
-            return read(checkpoint)
-        except OSError as error:
-            if (pause := next(pauses, None)) is None:
-                raise CheckpointError(
-                    f"{checkpoint} cannot be read, though it may be whole ({error}): try again later, or move it away"
-                ) from error
-            time.sleep(pause)
-
-
-def _find_damage(checkpoint: Path) -> str | None:
+def open_stored(folder: Path, step: int) -> Stored:
+    """Opens a checkpoint that `find_newest` or `find_best` has verified."""
+    checkpoint = folder / name_step(step)
     try:
-        manifest = json.loads((checkpoint / "manifest.json").read_text())
-        if manifest.pop("seal") != _seal(manifest):
-            return "manifest.json was changed"
-        own_name = f"step-{manifest['step']:08d}"
-        names = (*FILES, OTHERS) if OTHERS in manifest["files"] else FILES
-        for name in names:  # names come from here, never from the file: it cannot point elsewhere
-            entry = manifest["files"][name]
-            if (checkpoint / name).stat().st_size != entry["size"]:
-                return f"{name} has the wrong size"
-            if _hash(checkpoint / name) != entry["sha256"]:
-                return f"{name} does not match its SHA-256"
-    except (*MISSING, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    if checkpoint.name != own_name:
-        raise CheckpointError(f"{checkpoint} is {own_name} by its manifest: give it that name again, or move it away")
-    return None
-
-
-def steps(folder: Path) -> list[int]:
-    """Lists the published steps, newest first."""
-    try:
-        names = [_NAME.fullmatch(name) for name in os.listdir(folder)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
-    return sorted((int(name[1]) for name in names if name), reverse=True)
-
-
-def find_newest(folder: Path) -> int | None:
-    """Finds the newest step that verifies; damaged checkpoints are named and passed over."""
-    for step in steps(folder):
-        damage = find_damage(folder / f"step-{step:08d}")
-        if damage is None:
-            return step
-        tell(f"checkpoint of step {step} is damaged ({damage}): trying the one before")
-    return None
-
-
-def find_best(folder: Path) -> int | None:
-    """Finds the step that evaluated best, as the newest checkpoint says; the newest step where that one is gone."""
-    newest = find_newest(folder)
-    if newest is None:
-        return None
-    best = int(_read_patiently(folder / f"step-{newest:08d}", _read_state)["best_step"])
-    return best if best and find_damage(folder / f"step-{best:08d}") is None else newest
-
-
-def load(folder: Path, step: int, moments: bool = True) -> Snapshot:
-    """Reads a checkpoint that `find_newest` or `find_best` has verified."""
-    checkpoint = folder / f"step-{step:08d}"
-    try:
-        weights = load_file(checkpoint / "model.safetensors")
-        kept = load_file(checkpoint / "optimizer.safetensors") if moments else {}
-        others = load_file(checkpoint / OTHERS) if moments and (checkpoint / OTHERS).exists() else {}
-        return Snapshot(weights, kept, _read_state(checkpoint), others)
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        manifest, files = read_manifest(checkpoint), OpenFolder(checkpoint)
+        if "tensors" in manifest:
+            index: dict[str, Index] = manifest["tensors"]
+        else:
+            index = {kind: files.index(name) for kind in KINDS if (name := f"{kind}.safetensors") in manifest["files"]}
+        tensors = [files.find_tensors(index.get(kind, {})) for kind in KINDS]
+        return Stored(tensors[0], tensors[1], read_state(checkpoint), tensors[2])
+    except READ_ERRORS as error:
         raise CheckpointError(f"cannot read {checkpoint}: {error}") from error
 
 
-def _read_state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "state.json").read_text())
+def load(folder: Path, step: int) -> Snapshot:
+    """Reads all of a checkpoint that `find_newest` or `find_best` has verified."""
+    stored = open_stored(folder, step)
+    kinds = (stored.weights, stored.moments, stored.others)
+    try:
+        weights, moments, others = ({name: value.read() for name, value in kind.items()} for kind in kinds)
+    except READ_ERRORS as error:
+        raise CheckpointError(f"cannot read {folder / name_step(step)}: {error}") from error
+    return Snapshot(weights, moments, stored.state, others)
 
 
-def restore_weights(model: nn.Module, shot: Snapshot, write: Write = put) -> None:
-    """Loads the weights. `write` puts a whole fp32 value into a parameter; in training, the optimizer knows how."""
+def restore_weights(model: nn.Module, shot: Snapshot | Stored, write: Write = put) -> None:
+    """Loads the weights. `write` puts an fp32 value into a parameter; in training, the optimizer knows how."""
     current = model.state_dict(keep_vars=True)
     _check_shapes("model", {name: value.shape for name, value in current.items()}, shot.weights)
     for name, value in current.items():
-        write(value, shot.weights[name])
+        write(value, _fit(shot.weights[name], value))
 
 
-def _check_shapes(kind: str, expected: dict[str, torch.Size], found: dict[str, Tensor]) -> None:
+def _fit(source: Tensor | StoredTensor, target: Tensor) -> Tensor:
+    """The value for this tensor. Of one that is in files and sharded here, this process's rows alone are read."""
+    if isinstance(source, Tensor):
+        return source
+    try:
+        if not isinstance(target, DTensor):
+            return source.read()
+        local = find_local(target)
+        return wrap_rows(target, source.read_rows(find_first_row(target), local.shape[0]).to(local.device))
+    except READ_ERRORS as error:
+        raise CheckpointError(f"cannot read {source.folder.path}: {error}") from error
+
+
+def _check_shapes(kind: str, expected: dict[str, torch.Size], found: Mapping[str, Tensor | StoredTensor]) -> None:
     differences = [f"missing: {name}" for name in expected.keys() - found.keys()]
     differences += [f"not in the {kind}: {name}" for name in found.keys() - expected.keys()]
     differences += [
@@ -232,7 +188,7 @@ def _check_shapes(kind: str, expected: dict[str, torch.Size], found: dict[str, T
         raise CheckpointError(f"the checkpoint is of another {kind}: " + "; ".join(sorted(differences)))
 
 
-def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Snapshot) -> None:
+def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Snapshot | Stored) -> None:
     entries = _find_moments(model, optimizer)
     _check_shapes("optimizer", {name: shape for name, (*_, shape) in entries.items()}, shot.moments)
     for name, (parameter, key, _) in entries.items():
@@ -240,38 +196,4 @@ def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Sn
         if key not in state:  # torch's AdamW makes its state in its first step
             like = parameter if key != "step" else torch.zeros((), device=parameter.device)
             state[key] = torch.empty_like(like, requires_grad=False)
-        put(state[key], shot.moments[name])
-
-
-def _retire(folder: Path, step: int, keep: int, best_step: int) -> None:
-    """Keeps the newest `keep` and the best. Runs only after `step` is safely there; those beyond it were damaged when
-    the run was resumed, and must not count as the newest. They go if they still are."""
-    known = steps(folder)
-    newest = [other for other in known if other <= step][:keep]
-    for other in known:
-        path = folder / f"step-{other:08d}"
-        if other not in (*newest, best_step) and (other < step or _is_damaged(path)):
-            _discard(path)
-
-
-def _is_damaged(checkpoint: Path) -> bool:
-    try:
-        return find_damage(checkpoint) is not None
-    except CheckpointError:
-        return False  # nobody knows: it stays
-
-
-def _discard(checkpoint: Path) -> None:
-    gone = checkpoint.with_name(f".gone-{checkpoint.name}")
-    shutil.rmtree(gone, ignore_errors=True)
-    checkpoint.rename(gone)  # in one instant: a half-deleted folder must never look like a checkpoint
-    shutil.rmtree(gone)
-
-
-def _seal(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        put(state[key], _fit(shot.moments[name], state[key]))

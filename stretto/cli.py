@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from stretto.errors import StrettoError
+from stretto.errors import CheckpointError, StrettoError
 
 app = typer.Typer(
     help="Trains Transformers faster on the GPUs you have.", no_args_is_help=True, add_completion=False,
@@ -66,6 +66,18 @@ def generate(
 
     for line in produce(load_trained(run, choose_device()), prompt, input, max_new, temperature, top_k, beam, seed):
         typer.echo(line)
+
+
+@app.command()
+def check(run: Run) -> None:
+    """Verify a run folder: its checkpoints, which one a resumed run takes, and how the last attempt ended."""
+    from stretto.check import check_run
+
+    found = check_run(run)
+    for line in found.lines:
+        typer.echo(line)
+    if found.obstacles:
+        raise CheckpointError("; ".join(found.obstacles))
 
 
 @app.command()

@@ -387,7 +387,9 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = 0  # steps; 0: only at the end and when stopped
-    keep: int = 2  # how many of the newest to keep, besides the best; 0: none is ever written, and nothing resumes
+    # How many of the newest that verify to keep, besides the best. With 1 two stay, since files go bad on disks; with
+    # 0 none is ever written, and nothing resumes.
+    keep: int = 2
 
     def __post_init__(self) -> None:
         _require_not_negative("checkpoint", self, "every", "keep")

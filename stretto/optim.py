@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stretto.config import OptimConfig
 from stretto.ops.adamw import ALIGN, Control, Launch, Place, Rule, Workspace, join, split, upload
-from stretto.weights import Write, put
+from stretto.weights import Write, find_local, find_start, put, wrap_rows
 
 WEIGHTS = {"fp32": (torch.float32,), "split": (torch.float32, torch.bfloat16), "bf16": (torch.float32, torch.bfloat16)}
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -97,7 +96,7 @@ def count_state(optimizer: torch.optim.Optimizer) -> dict[str, int]:
         "gradients": [p if p.grad is None else p.grad for p in parameters],
         "moments": [state[key] for state in states for key in ("exp_avg", "exp_avg_sq") if key in state],
     }
-    return {role: sum(_local(t).nbytes for t in members) for role, members in tensors.items()}
+    return {role: sum(find_local(t).nbytes for t in members) for role, members in tensors.items()}
 
 
 class FlatAdamW(torch.optim.Optimizer):
@@ -142,8 +141,8 @@ class FlatAdamW(torch.optim.Optimizer):
         device = _check(self._params, weights)
         end = halves = 0
         for number, (p, group) in enumerate(members):
-            self._places.append(Place(number, group, end, _local(p).numel(), _first_element(p)))
-            end += -(-_local(p).numel() // ALIGN) * ALIGN
+            self._places.append(Place(number, group, end, find_local(p).numel(), _first_element(p)))
+            end += -(-find_local(p).numel() // ALIGN) * ALIGN
             halves = end if p.dtype == torch.bfloat16 else halves
         self._rule = Rule(*betas, eps)
         self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
@@ -174,7 +173,7 @@ class FlatAdamW(torch.optim.Optimizer):
         flats = {"exp_avg": self._flat.exp_avg, "exp_avg_sq": self._flat.exp_avg_sq}
         if self._flat.low is not None and p.dtype == torch.bfloat16:
             flats["low"] = self._flat.low
-        views = {key: _like(p, place.of(flat).view(_local(p).shape)) for key, flat in flats.items()}
+        views = {key: wrap_rows(p, place.of(flat).view(find_local(p).shape)) for key, flat in flats.items()}
         return {"step": self._flat.steps[place.number], **views}
 
     def _plan(self) -> list[tuple[tuple[dist.ProcessGroup, ...], Launch]]:
@@ -199,10 +198,10 @@ class FlatAdamW(torch.optim.Optimizer):
         if self.renews:
             self._fresh = {i: torch.empty_like(self._params[i]).detach() for i, there in enumerate(present) if there}
         for _, launch in self._launches:
-            weights = {place.number: _local(self._params[place.number]) for place in launch.places}
+            weights = {place.number: find_local(self._params[place.number]) for place in launch.places}
             launch.aim(
                 list(weights.values()),
-                [_local(grad) if (grad := grads[number]) is not None else None for number in weights],
+                [find_local(grad) if (grad := grads[number]) is not None else None for number in weights],
                 [self._fresh.get(number, weight) for number, weight in weights.items()],
             )
         if present != self._present:
@@ -305,17 +304,17 @@ class FlatAdamW(torch.optim.Optimizer):
         """The exact fp32 weight that a bf16 parameter stands for; any other tensor as it is."""
         low = self.state.get(parameter, {}).get("low")
         if low is not None:
-            return _like(parameter, join(_local(parameter), _local(low)))
+            return wrap_rows(parameter, join(find_local(parameter), find_local(low)))
         return parameter.float() if parameter.dtype == torch.bfloat16 else parameter
 
     def put_weight(self, parameter: Tensor, value: Tensor) -> None:
-        """`weights.put` for whole fp32 values, into both halves where there are two."""
+        """`weights.put` for fp32 values, into both halves where there are two."""
         low = self.state.get(parameter, {}).get("low")
         if low is None:
             put(parameter, value)
         else:
-            for half, part in zip((parameter, low), split(value.float()), strict=True):
-                put(half, part)
+            for half, part in zip((parameter, low), split(find_local(value).float()), strict=True):
+                put(half, wrap_rows(value, part))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copies into the flat state; torch would put other tensors in its place, and of the parameters' dtype."""
@@ -342,21 +341,9 @@ def _check(parameters: list[Tensor], weights: str) -> torch.device:
                 f"FlatAdamW with weights = {weights!r} takes parameters of {' or '.join(map(str, WEIGHTS[weights]))}, "
                 f"all on one device and not on meta: one is of {p.dtype} on {p.device}"
             )
-        if not _local(p).is_contiguous():
+        if not find_local(p).is_contiguous():
             raise ValueError(f"FlatAdamW takes contiguous parameters: one is {list(p.shape)}, strides {p.stride()}")
     return parameters[0].device
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part. Not `to_local()`, which builds a node for autograd: it is called for every gradient."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _like(p: Tensor, part: Tensor) -> Tensor:
-    """This process's part of a tensor that is sharded as the parameter is."""
-    if not isinstance(p, DTensor):
-        return part
-    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _split_over(p: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -370,5 +357,4 @@ def _first_element(p: Tensor) -> int:
     """Where this process's part of a parameter begins."""
     if not isinstance(p, DTensor):
         return 0
-    _, start = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    return sum(offset * stride for offset, stride in zip(start, p.stride(), strict=True))
+    return sum(offset * stride for offset, stride in zip(find_start(p), p.stride(), strict=True))

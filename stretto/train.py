@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from stretto.optim import learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
+from stretto.saving import Saver
 from stretto.techniques import identify, open_techniques
 from stretto.techniques.technique import At
 from stretto.trained import save_run
@@ -42,6 +43,15 @@ class Run:
     tokens: int = 0  # read by them
     best: float = math.inf  # lowest evaluation loss so far
     best_step: int = 0
+    saver: Saver = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = checkpoint.count_bytes(self.parts.model, self.parts.update.optimizer, self.saves)
+        self.saver = Saver(self.checkpoints, self.config.checkpoint.keep, self.rt, size)
+
+    def saves(self, name: str) -> bool:
+        """Whether this process saves a tensor that it has as a whole."""
+        return self.parts.techniques.saves(name, self.rt.is_main)
 
     @property
     def checkpoints(self) -> Path:
@@ -71,6 +81,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
             cleanup.enter_context(runtime.recording_exit(folder, rt, config.run.timeout_s))
         config = complete(config, data, mesh)
         run = Run(config, data, build(config, rt, mesh), rt, mesh)
+        cleanup.enter_context(run.saver)
         if resume:
             load_latest(run)
         origin = start_from_folder(run) if config.model.init and run.step == 0 else []
@@ -97,7 +108,7 @@ def run_loop(run: Run, report: Report) -> None:
     parts.executor.resume(first, batches_of)
     for step, batches in prefetch(batches_of, first, total):
         # The one message between hosts per step: what was read, and whether anyone was asked to stop.
-        counts = [*_count(run.config, batches), int(rt.stop)]
+        counts = [*_count(run.config, batches), int(rt.stop or run.saver.failed)]
         labels, tokens, slots, padding, flops, stop = parts.executor.exchange(counts, rt)
         lr = learning_rate(run.config.optim, step, total)
         set_learning_rate(parts.update.optimizer, lr)
@@ -121,7 +132,7 @@ def run_loop(run: Run, report: Report) -> None:
         with meter.paused():
             better = _due(cfg.eval_every, run) and evaluate_now(run, report)
             if better or saves:
-                save(run)
+                save(run, wait=bool(stop) or run.step == total)
         if stop and run.step < total:
             way = "the same command with --resume goes on from there"
             kept = way if run.config.checkpoint.keep else "nothing was saved, since checkpoint.keep = 0"
@@ -143,7 +154,9 @@ def evaluate_now(run: Run, report: Report) -> bool:
     return True
 
 
-def save(run: Run) -> None:
+def save(run: Run, wait: bool) -> None:
+    """Copies the state, which a thread writes; an error of the last save is raised. `wait`: until it is on the disk."""
+    run.saver.settle()
     run.parts.update.guard.check(run.step)
     if not run.config.checkpoint.keep:
         return
@@ -157,10 +170,10 @@ def save(run: Run) -> None:
         "techniques": run.parts.techniques.state_dict(),
         "identity": _identity(run),
     }
-    shot = run.parts.techniques.join(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state))
-    if run.rt.is_main:
-        checkpoint.save(run.checkpoints, shot, run.config.checkpoint.keep)
-    run.rt.barrier()
+    others = run.parts.techniques.dump()
+    run.saver.start(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state, others, run.saves))
+    if wait:
+        run.saver.settle()
 
 
 def load_latest(run: Run) -> None:
@@ -173,7 +186,7 @@ def load_latest(run: Run) -> None:
         return
     if step > run.config.train.steps:
         raise CheckpointError(f"{run.checkpoints} is at step {step}, beyond train.steps = {run.config.train.steps}")
-    shot = checkpoint.load(run.checkpoints, step)
+    shot = checkpoint.open_stored(run.checkpoints, step)
     if "identity" not in shot.state:
         raise CheckpointError(f"{run.config.run.dir} holds a model alone, by `stretto export --fold`: it cannot go on")
     differences = _differences(_identity(run), shot.state["identity"])

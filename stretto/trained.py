@@ -49,7 +49,7 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None) ->
     for technique in find_changes(config, device):
         technique.apply(model, sites(model))
     model = model.to_empty(device=device).eval()
-    checkpoint.restore_weights(model, checkpoint.load(folder / "checkpoints", step, moments=False))
+    checkpoint.restore_weights(model, checkpoint.open_stored(folder / "checkpoints", step))
     tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
     return Trained(config, model, step, tokenizer, _load_labels(folder / "labels.json"), device)
 

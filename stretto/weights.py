@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stretto.config import ModelConfig
 
@@ -60,8 +61,9 @@ def _init_translation(cfg: ModelConfig, value: Tensor, module: str, generator: t
 
 @torch.no_grad()
 def put(parameter: Tensor, value: Tensor) -> None:
-    """Copies a whole tensor into a parameter or a moment; a sharded one takes its own part, without communication."""
-    if isinstance(parameter, DTensor):
+    """Copies a tensor into a parameter or a moment, without communication. A sharded one takes its own part of a whole
+    tensor, or a tensor that is sharded as it is (`wrap_rows`)."""
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         value = value.to(parameter.device)
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
@@ -72,3 +74,36 @@ def take(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu().contiguous()
+
+
+def find_local(tensor: Tensor) -> Tensor:
+    """This process's part. Not `to_local()`, which builds a node for autograd: it is called for every gradient."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def find_start(tensor: DTensor) -> tuple[int, ...]:
+    """Where this process's part begins, along each dimension."""
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(start)
+
+
+def find_first_row(tensor: DTensor) -> int:
+    """Where this process's part begins: FSDP2 splits tensors by rows."""
+    first, *others = find_start(tensor)
+    assert not any(others), "rows are whole"
+    return first
+
+
+def is_first_copy(tensor: DTensor) -> bool:
+    """Whether no process of a lower place has the same rows."""
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "a process of the mesh"
+    return not any(at for at, way in zip(place, tensor.placements, strict=True) if way.is_replicate())
+
+
+def wrap_rows(like: Tensor, rows: Tensor) -> Tensor:
+    """This process's part of a tensor that is sharded as the other is."""
+    if not isinstance(like, DTensor):
+        return rows
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto import checkpoint
+from stretto import checkpoint, drafts, verify
 from stretto.checkpoint import Snapshot
 from stretto.config import FusedConfig, ModelConfig, OptimConfig
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, DiskFullError, NonFiniteError
 from stretto.model import Model, build_model
 from stretto.optim import clip_gradients, weight_writer
 from stretto.weights import initialise
@@ -41,7 +41,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.state == {"step": 5, "best_step": 0}
 
 
-FILES = (*checkpoint.FILES, "manifest.json")
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
 
 def flip(path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_damaged_best_falls_back_to_the_newest(tmp_path: Path) -> None:
     assert checkpoint.find_best(tmp_path) == 2
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, 2, 3])
 def test_damaged_checkpoints_never_push_out_good_ones(tmp_path: Path, keep: int) -> None:
     """A run that fell back over damaged ones saves steps that are older than theirs."""
     for step in (5, 10, 15):
@@ -110,7 +110,8 @@ def test_damaged_checkpoints_never_push_out_good_ones(tmp_path: Path, keep: int)
         flip(tmp_path / f"step-{step:08d}" / "model.safetensors")
     checkpoint.save(tmp_path, shot(7), keep=keep)
     assert checkpoint.find_newest(tmp_path) == 7
-    assert checkpoint.steps(tmp_path) == [7, 5][:keep]
+    kept = {1: [7, 5], 2: [7, 5], 3: [15, 10, 7, 5]}  # nothing goes before enough verify
+    assert checkpoint.steps(tmp_path) == kept[keep]
 
 
 def test_a_failed_write_leaves_the_old_one_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,20 +120,23 @@ def test_a_failed_write_leaves_the_old_one_and_no_litter(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "sync", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(drafts, "sync", full)
+    with pytest.raises(DiskFullError, match="No space left"):
         checkpoint.save(tmp_path, shot(2), keep=1)
     assert checkpoint.find_newest(tmp_path) == 1
     assert not list(tmp_path.glob(".*"))
 
 
 def test_what_a_crash_left_is_cleaned_up_and_never_read(tmp_path: Path) -> None:
-    (tmp_path / ".new-step-00000009").mkdir(parents=True)
+    left = [tmp_path / name for name in (f".new-step-00000009-{'0a' * 16}", ".gone-step-00000001")]
+    own = [tmp_path / name for name in (".anything", ".new-thoughts", ".gone-fishing", ".new-step-00000009-mine")]
+    for path in (*left, *own):
+        path.mkdir(parents=True)
     (tmp_path / "step-9").mkdir()
     (tmp_path / "step-00000008").mkdir()  # published name, nothing inside
     checkpoint.save(tmp_path, shot(3), keep=2)
     assert checkpoint.find_newest(tmp_path) == 3
-    assert not (tmp_path / ".new-step-00000009").exists()
+    assert not any(path.exists() for path in left) and all(path.exists() for path in own)
     checkpoint.save(tmp_path, shot(8), keep=2)  # takes the place of the broken one
     assert checkpoint.find_newest(tmp_path) == 8
 
@@ -140,7 +144,7 @@ def test_what_a_crash_left_is_cleaned_up_and_never_read(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     bad = shot(4)
     bad.weights["weight"][0, 0] = torch.nan
-    with pytest.raises(CheckpointError, match="weight"):
+    with pytest.raises(NonFiniteError, match="weight"):
         checkpoint.save(tmp_path, bad, keep=2)
     assert checkpoint.steps(tmp_path) == []
 
@@ -176,7 +180,7 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
     manifest = json.loads(path.read_text())
     del manifest["seal"]
     manifest["files"] = {"../../secret": manifest["files"]["state.json"]}
-    path.write_text(json.dumps(manifest | {"seal": checkpoint._seal(manifest)}))
+    path.write_text(json.dumps(manifest | {"seal": verify.seal(manifest)}))
     assert checkpoint.find_damage(tmp_path / "step-00000001") is not None
 
 
@@ -293,7 +297,7 @@ class Failing:
 
 @pytest.fixture
 def two_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0, 0.0), raising=False)
+    monkeypatch.setattr(verify, "PAUSES_S", (0.0, 0.0, 0.0), raising=False)
     checkpoint.save(tmp_path, shot(10), keep=2)
     checkpoint.save(tmp_path, shot(20), keep=2)
     return tmp_path
@@ -331,13 +335,16 @@ def test_what_cannot_be_read_is_neither_passed_over_nor_deleted(
         with pytest.raises(CheckpointError, match="cannot be read"):
             checkpoint.save(two_checkpoints, shot(20), keep=2)
         checkpoint.save(two_checkpoints, shot(17), keep=1)
-        assert checkpoint.steps(two_checkpoints) == [20, 17]
+        assert checkpoint.steps(two_checkpoints) == [20, 17, 10]
+        checkpoint.save(two_checkpoints, shot(18), keep=1)
+        assert checkpoint.steps(two_checkpoints) == [20, 18, 17]
     assert checkpoint.find_newest(two_checkpoints) == 20
 
 
 def test_a_newer_checkpoint_that_is_whole_is_never_deleted(two_checkpoints: Path) -> None:
     checkpoint.save(two_checkpoints, shot(15), keep=1)
-    assert checkpoint.steps(two_checkpoints) == [20, 15]
+    checkpoint.save(two_checkpoints, shot(16), keep=1)
+    assert checkpoint.steps(two_checkpoints) == [20, 16, 15]
 
 
 def test_a_list_of_checkpoints_that_cannot_be_read_is_not_an_empty_one(
@@ -357,8 +364,9 @@ def test_a_checkpoint_under_another_name_is_refused_by_name(two_checkpoints: Pat
     for use in (checkpoint.find_newest, checkpoint.find_best):
         with pytest.raises(CheckpointError, match="step-00000021 is step-00000020 by its manifest"):
             use(two_checkpoints)
-    checkpoint.save(two_checkpoints, shot(12), keep=1)
-    assert checkpoint.steps(two_checkpoints) == [21, 12], "it may be the only copy"
+    for step in (12, 13):
+        checkpoint.save(two_checkpoints, shot(step), keep=1)
+    assert checkpoint.steps(two_checkpoints) == [21, 13, 12], "it may be the only copy"
 
 
 def test_a_manifest_that_is_nested_too_deeply_is_damage(

@@ -231,12 +231,15 @@ class Probe(Technique):
     def why_not_by_module(self) -> str:
         return "it looks at all norms"
 
-    def join(self, shot: checkpoint.Snapshot) -> checkpoint.Snapshot:
-        return replace(shot, others={"probe": torch.tensor([self.updates])})
+    def saves(self, name: str) -> None:
+        CALLS.append(("saves", name))
 
-    def take_part(self, shot: checkpoint.Snapshot) -> checkpoint.Snapshot:
-        CALLS.append(("take_part", shot.others["probe"].tolist()))
-        return shot
+    def dump(self) -> dict[str, Tensor]:
+        return {"probe": torch.tensor([self.updates])}
+
+    def take_part(self, stored: checkpoint.Stored) -> checkpoint.Stored:
+        CALLS.append(("take_part", stored.others["probe"].read().tolist()))
+        return stored
 
     def prepare(self, batch: Batch, at: At) -> Batch:
         """The first token is not predicted."""

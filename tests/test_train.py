@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import stretto.train
-from stretto import checkpoint
+from stretto import checkpoint, verify
 from stretto.config import Config
 from stretto.data.stream import prefetch
 from stretto.errors import CheckpointError, ConfigError, NonFiniteError, Preempted
@@ -423,8 +423,8 @@ def test_a_resumed_run_stops_at_a_checkpoint_that_cannot_be_used(
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "PAUSES_S", (0.0,), raising=False)
-        patch.setattr(checkpoint, "_hash", unreadable)
+        patch.setattr(verify, "PAUSES_S", (0.0,), raising=False)
+        patch.setattr(verify, "_hash", unreadable)
         with pytest.raises(CheckpointError, match="step-00000006 cannot be read"):
             train(config, resume=True)
     (folder / "step-00000006").rename(folder / "step-00000005")

@@ -23,16 +23,15 @@ are still needed and the gradients that wait: a resumed run repeats the forward 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from math import gcd
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from stretto.checkpoint import Snapshot
+from stretto.checkpoint import Stored
 from stretto.config import KERNELS, Config, ModelConfig, OptimConfig, ParallelConfig
 from stretto.dial import find_problem
 from stretto.execute import Executor
@@ -140,44 +139,30 @@ class Pipeline(Technique):
     def find_obstacles(self) -> list[str]:
         return [" sends messages in the middle of an update"]
 
-    def join(self, shot: Snapshot) -> Snapshot:
-        ranks = dist.get_process_group_ranks(self.group)
-        shot = replace(shot, others=shot.others | self.executor.dump())
-        if ranks[0] != 0:
-            return shot
-        if self.group.rank() > 0:
-            kinds = {"weights": shot.weights, "moments": shot.moments, "others": shot.others}
-            packed = save({f"{kind}:{name}": value for kind, values in kinds.items() for name, value in values.items()})
-            data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-            dist.send(torch.tensor([len(data)]), 0, self.group)
-            dist.send(data, 0, self.group)
-            return shot
-        found: dict[str, dict[str, Tensor]] = {"weights": {}, "moments": {}, "others": {}}
-        for rank in ranks[1:]:
-            size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, rank, self.group)
-            data = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(data, rank, self.group)
-            for key, value in load(data.numpy().tobytes()).items():
-                kind, _, name = key.partition(":")
-                found[kind][name] = value
-        return Snapshot(
-            found["weights"] | shot.weights, found["moments"] | shot.moments, shot.state, found["others"] | shot.others
-        )
+    def saves(self, name: str) -> bool:
+        """The processes of the first pipeline save their own modules: not copies of them, nor what they borrow."""
+        return self._is_first() and any(name in stage.own for stage in self.executor.modules.values())
 
-    def take_part(self, shot: Snapshot) -> Snapshot:
+    def _is_first(self) -> bool:
+        return dist.get_process_group_ranks(self.group)[0] == 0
+
+    def dump(self) -> dict[str, Tensor]:
+        return self.executor.dump() if self._is_first() else {}
+
+    def take_part(self, stored: Stored) -> Stored:
         model, modules = self.executor.model, self.executor.modules
         here, trained = model.state_dict().keys(), {name for module in modules.values() for name in module.own}
         mine = {
-            key: value
-            for key, value in shot.others.items()
+            key: value.read()
+            for key, value in stored.others.items()
             if (0 in modules if key.startswith("output/") else int(key.split("/")[1]) in modules)
         }
         self.executor.load(mine)
-        return Snapshot(
-            {name: value for name, value in shot.weights.items() if name in here},
-            {key: value for key, value in shot.moments.items() if key.partition("/")[2] in trained},
-            shot.state,
+        return Stored(
+            {name: value for name, value in stored.weights.items() if name in here},
+            {key: value for key, value in stored.moments.items() if key.partition("/")[2] in trained},
+            stored.state,
+            {},
         )
 
     def metrics(self, num_batches: int) -> dict[str, float]:

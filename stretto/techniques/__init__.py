@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
-from stretto.checkpoint import Snapshot
+from stretto.checkpoint import Stored
 from stretto.config import Config, OptimConfig, ParallelConfig, TechniquesConfig
 from stretto.errors import ConfigError
 from stretto.execute import Executor
@@ -179,15 +179,17 @@ class Techniques:
         for technique in self:
             technique.load_state_dict(state.get(technique.name, {}))
 
-    def join(self, shot: Snapshot) -> Snapshot:
-        for technique in self:
-            shot = technique.join(shot)
-        return shot
+    def saves(self, name: str, is_main: bool) -> bool:
+        found = (technique.saves(name) for technique in self)
+        return next((verdict for verdict in found if verdict is not None), is_main)
 
-    def take_part(self, shot: Snapshot) -> Snapshot:
+    def dump(self) -> dict[str, Tensor]:
+        return {name: value for technique in self for name, value in technique.dump().items()}
+
+    def take_part(self, stored: Stored) -> Stored:
         for technique in self:
-            shot = technique.take_part(shot)
-        return shot
+            stored = technique.take_part(stored)
+        return stored
 
     def describe(self) -> list[str]:
         return [words for technique in self if (words := technique.describe())]

@@ -10,7 +10,7 @@ technique is what it overrides, and the trainer calls all hooks without knowing 
     around each update                  begin, end
     an update may be a CUDA graph       find_obstacles, graph_key, pattern
     a line is logged                    metrics, take_notes
-    a run is saved and resumed          state_dict, load_state_dict, identity; join, take_part
+    a run is saved and resumed          state_dict, load_state_dict, identity; saves, dump, take_part
     a trained model is loaded, written  changes_function, fold
     a run is planned                    estimate
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.batch import Batch
-from stretto.checkpoint import Snapshot
+from stretto.checkpoint import Stored
 from stretto.config import Config, ModelConfig, OptimConfig, build_config
 from stretto.dial import Needs
 from stretto.errors import ConfigError
@@ -265,13 +265,18 @@ class Technique:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
 
-    def join(self, shot: Snapshot) -> Snapshot:
-        """The state of the whole run, in the main process, from those of all processes, all of which call this."""
-        return shot
+    def saves(self, name: str) -> bool | None:
+        """Whether this process saves the parameter of that name, which is here as a whole; None: the main process does.
+        Every tensor is saved by one process."""
+        return None
 
-    def take_part(self, shot: Snapshot) -> Snapshot:
+    def dump(self) -> dict[str, Tensor]:
+        """Tensors that a resumed run needs besides, as copies on the CPU; each is given by one process."""
+        return {}
+
+    def take_part(self, stored: Stored) -> Stored:
         """This process's part of the state of a whole run."""
-        return shot
+        return stored
 
     @classmethod
     def identity(cls, cfg: Any) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from stretto import checkpoint
+from stretto import checkpoint, drafts
 from stretto.config import FusedConfig, OptimConfig
 from stretto.optim import clip_gradients, weight_writer
 from tests.distributed.processes import find_port
@@ -87,9 +87,10 @@ class Training:
         return self
 
     def shot(self, step: int) -> checkpoint.Snapshot:
-        return checkpoint.snapshot(self.model, self.optimizer, {"step": step, "best_step": 0})
+        state, is_main = {"step": step, "best_step": 0}, not dist.is_initialized() or dist.get_rank() == 0
+        return checkpoint.snapshot(self.model, self.optimizer, state, saves=lambda name: is_main)
 
-    def resume(self, shot: checkpoint.Snapshot) -> Training:
+    def resume(self, shot: checkpoint.Stored) -> Training:
         checkpoint.restore_weights(self.model, shot, weight_writer(self.optimizer))
         checkpoint.restore_moments(self.model, self.optimizer, shot)
         return self
@@ -103,11 +104,14 @@ def main(out: Path) -> None:
         sizes = {key: p.to_local().numel() for key, p in training.model.named_parameters()}
         shots = {
             "whole": training.run(0, 6, spoil=2).shot(6),
-            "resumed": Training(way).resume(checkpoint.load(out / "one" / name, 3)).run(3, 6).shot(6),
+            "resumed": Training(way).resume(checkpoint.open_stored(out / "one" / name, 3)).run(3, 6).shot(6),
         }
-        if dist.get_rank() == 0:
-            for kind, shot in shots.items():
-                checkpoint.save(out / kind / name, shot, keep=1)
+        for kind, shot in shots.items():
+            draft = drafts.name_draft(out / kind / name, 6, "0" * 32)
+            drafts.write_part(draft, shot, dist.get_rank(), parts=2)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                drafts.publish(draft, shot.state, keep=1, parts=2)
     (out / f"sizes.{dist.get_rank()}.json").write_text(json.dumps(sizes))
     dist.destroy_process_group()
 
