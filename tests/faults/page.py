@@ -59,34 +59,34 @@ done in detail can be read in the tests that are marked with the name of the row
 class Case:
     """One test of one row, in all its phases."""
 
-    kind: Kind
     outcome: str = "not run"
     reason: str = ""  # why it was skipped
-    seconds: float = 0.0
+
+    def add(self, report: pytest.TestReport) -> None:
+        if report.failed or (report.when == "call" and self.outcome != "failed"):
+            self.outcome = report.outcome
+        if report.skipped:
+            self.outcome = "skipped"
+            words = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            self.reason = str(words).removeprefix("Skipped: ")
 
 
 @dataclass
 class Row:
-    cases: dict[str, Case] = field(default_factory=dict)  # by the name of the test
+    cases: dict[Kind, dict[str, Case]] = field(default_factory=lambda: {kind: {} for kind in KINDS})  # by their names
     counts: Counter[str] = field(default_factory=Counter)
-
-    def count(self, kind: Kind, outcome: str) -> int:
-        return sum(case.kind == kind and case.outcome == outcome for case in self.cases.values())
-
-    @property
-    def seconds(self) -> float:
-        return sum(case.seconds for case in self.cases.values())
+    seconds: float = 0.0
 
     def judge(self) -> str:
         """`pass`, or what is wrong; `not run` says that nothing is, but that the tests could not run here."""
-        failed = [name for name, case in self.cases.items() if case.outcome == "failed"]
+        failed = [*{name for cases in self.cases.values() for name, case in cases.items() if case.outcome == "failed"}]
         if failed:
-            return f"**fails**: {failed[0].rpartition('::')[2]}" + (
-                f" and {len(failed) - 1} more" if failed[1:] else ""
-            )
+            others = f" and {len(failed) - 1} more" if failed[1:] else ""
+            return f"**fails**: {failed[0].rpartition('::')[2]}{others}"
         for kind, name in zip(KINDS, ("test", "control"), strict=True):
-            if not self.count(kind, "passed"):
-                reasons = [case.reason for case in self.cases.values() if case.kind == kind and case.reason]
+            cases = self.cases[kind].values()
+            if not any(case.outcome == "passed" for case in cases):
+                reasons = [case.reason for case in cases if case.reason]
                 return f"not run: {reasons[0]}" if reasons else f"**no {name}**"
         return "pass"
 
@@ -100,25 +100,17 @@ class Record:
 
     def add(self, report: pytest.TestReport) -> None:
         """Takes in one phase of one test: its setup, its call or its teardown."""
-        properties = report.user_properties
-        for kind in KINDS:
-            for name in (str(value) for key, value in properties if key == kind):
-                self._add_case(self.rows[name], kind, report)
-        (main, *_) = [str(value) for key, value in properties if key in KINDS] or [""]
-        if main and report.when == "call" and report.passed:
-            for key, value in properties:
-                if key.startswith(TALLY):
-                    self.rows[main].counts[key.removeprefix(TALLY)] += int(str(value))
+        marks = [(kind, str(name)) for kind in KINDS for key, name in report.user_properties if key == kind]
+        for kind, name in marks:
+            self.rows[name].cases[kind].setdefault(report.nodeid, Case()).add(report)
+        if marks:  # what a test of several rows counts, and takes, is the first row's
+            self._count(self.rows[marks[0][1]], report)
 
-    def _add_case(self, row: Row, kind: Kind, report: pytest.TestReport) -> None:
-        case = row.cases.setdefault(report.nodeid, Case(kind))
-        case.seconds += report.duration
-        if report.failed or (report.when == "call" and case.outcome != "failed"):
-            case.outcome = report.outcome
-        if report.skipped:
-            case.outcome = "skipped"
-            case.reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-            case.reason = case.reason.removeprefix("Skipped: ")
+    def _count(self, row: Row, report: pytest.TestReport) -> None:
+        row.seconds += report.duration
+        for key, value in report.user_properties:
+            if key.startswith(TALLY) and report.when == "call" and report.passed:
+                row.counts[key.removeprefix(TALLY)] += int(str(value))
 
     @property
     def totals(self) -> Counter[str]:
@@ -162,7 +154,7 @@ class Record:
 
 def describe_cases(row: Row, kind: Kind) -> str:
     """How many passed, and what became of the others."""
-    found = Counter(case.outcome for case in row.cases.values() if case.kind == kind)
+    found = Counter(case.outcome for case in row.cases[kind].values())
     others = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found.items()) if outcome != "passed")
     return f"{found['passed']}" + (f" ({others})" if others else "")
 

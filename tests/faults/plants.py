@@ -25,7 +25,7 @@ def after_step(act: Callable[[int, Any], None]) -> None:
         act(step + 1, batches)
         return result
 
-    stretto.train.run_step = watched
+    stretto.train.run_step = watched  # type: ignore[assignment]
 
 
 def after_load(act: Callable[[Any], None]) -> None:
@@ -109,7 +109,7 @@ def rename_a_module(_: str) -> None:
         del block.mlp
         return parts
 
-    stretto.train.build = rename
+    stretto.train.build = rename  # type: ignore[assignment]
 
 
 PLANTS: dict[str, Callable[[str], None]] = {

@@ -19,7 +19,6 @@ from typing import Any
 
 # What a run imports when it needs it.
 import matplotlib.figure  # noqa: F401
-import tensorboard.summary  # noqa: F401
 import torch
 import torch.distributed.fsdp
 import torch.utils.tensorboard

@@ -1,5 +1,5 @@
-"""Two processes with sharded weights (FSDP2) and every technique that allows it are killed, one of them or both, and end
-as if nothing had happened; and what they saved is loaded by one process and by four."""
+"""Two processes with sharded weights (FSDP2) and every technique are killed, one of them or both, and end as if nothing
+had happened; and what they saved is loaded by one process and by four."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ DROP: dict[str, Any] = {"techniques__layer_drop": {"theta": 0.5, "schedule": "co
 EVEN: dict[str, Any] = {"techniques__standardize": {"warmup": 10, "stride": 3}}
 FP8: dict[str, Any] = {"techniques__fp8": {"sites": "all"}, "train__precision": "bf16", **FUSED}
 SEQUENCE: dict[str, Any] = {"parallel__sequence": 2, "parallel__sequence_method": "gather"}
+EVERY: dict[str, Any] = {**LEAN, **DROP, **EVEN, **FP8}
 WAYS: dict[str, dict[str, Any]] = {
-    "fused lean dropped fp8": {**LEAN, **DROP, **FP8},
+    "every technique": EVERY,
     "plain": {},
-    "fused": FUSED,
-    "fused lean dropped": {**LEAN, **DROP},
-    "fused standardized dropped": {**FUSED, **EVEN, **DROP},
-    "sequence fused lean dropped fp8": {**SEQUENCE, **LEAN, **DROP, **FP8},
-    "hybrid fused lean dropped": {**SEQUENCE, "parallel__data": "hybrid", **LEAN, **DROP},
+    "fused, split weights, dropped": {**DROP, "techniques__fused": {"weights": "split"}, "train__precision": "bf16"},
+    "fused, lean, dropped": {**LEAN, **DROP},
+    "standardized": EVEN,
+    "every technique, sequence": {**SEQUENCE, **EVERY},
+    "every technique, hybrid": {**SEQUENCE, "parallel__data": "hybrid", **EVERY},
 }
 KILLS = 3  # of each way, if all are tried
 
 
 def make_tree(folder: Path, way: str) -> Tree:
-    """What lasts as long as the kills need; processes that are left alone hear of it long before the limit."""
     tree = change(
         base(folder), parallel__data="shard", train__steps=40, train__micro_batches=2, train__eval_every=10,
         train__eval_batches=2, checkpoint__every=2, optim__schedule="constant",
@@ -71,8 +71,8 @@ def run_and_kill(server: Server, recipe: Path, dice: random.Random, kills: int) 
 def test_two_processes_killed_at_random_end_with_the_same_bits(
     server: Server, tmp_path: Path, whole: bool, tally: Tally, way: str
 ) -> None:
-    if not whole and way != next(iter(WAYS)):
-        pytest.skip("the quick part kills two processes with most techniques")
+    if not whole and way != "every technique":
+        pytest.skip("the quick part kills two processes with every technique")
     kills, tree = KILLS if whole else 2, make_tree(tmp_path, way)
     wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree), 2))
     run = run_and_kill(server, write_recipe(tmp_path, "killed", tree), random.Random(way), kills)
@@ -95,7 +95,7 @@ def is_near(folder: Path, wanted: Ending) -> bool:
 
 @pytest.mark.fault("E1")
 def test_what_two_processes_saved_is_loaded_by_one_and_by_four(server: Server, tmp_path: Path) -> None:
-    tree = change(make_tree(tmp_path, "fused lean dropped"), train__micro_batches=4, train__steps=6, optim__eps=1e-4)
+    tree = change(make_tree(tmp_path, "fused, lean, dropped"), train__micro_batches=4, train__steps=6, optim__eps=1e-4)
     server.run(write_recipe(tmp_path, "two", tree), 2)
     wanted = go_on(server, tmp_path, tree, 2)
     for world in (1, 4):
