@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stretto import checkpoint
 from tests.faults.conftest import Tally
 from tests.faults.runs import (
     ROOT,
@@ -61,20 +64,24 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(
     if not whole and way != "dropped":
         pytest.skip("one kind of run is killed in the quick part")
     tree, dice = make_tree(tmp_path, way, 200 if whole else 50), random.Random(way)
+    began = time.monotonic()
     wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree)))
-    kills, number, goal = 0, 0, KILLS if whole else 15
-    while kills < goal:
-        recipe = write_recipe(tmp_path, f"run-{number}", tree)
-        code = -9
+    longest = max(1.5, (time.monotonic() - began) / 4)  # on a busy machine, a run needs more time to get anywhere
+    kills, places, goal = 0, set(), KILLS if whole else 15
+    for number in count():
+        recipe, code = write_recipe(tmp_path, f"run-{number}", tree), -9
         while code == -9 and kills < goal:
             started = server.start(recipe)
-            pause(dice, 0.02, 1.5)
+            pause(dice, 0.02, longest)
             started.kill()
             (code,) = started.wait()
             kills += code == -9
+            places.add(checkpoint.find_newest(tmp_path / f"run-{number}" / "checkpoints"))
         assert code in (0, -9), started.log.read_text()
         assert_undisturbed(server.run(recipe), wanted)
-        number += 1
+        if kills == goal:
+            break
+    assert len(places) > 3, "kills came before anything was saved, all of them"
     tally("kills", kills)
 
 

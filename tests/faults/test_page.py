@@ -125,8 +125,10 @@ def test_what_takes_long_comes_first(pytester: pytest.Pytester, monkeypatch: pyt
 
 def test_workers_report_to_the_main_process(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(page.__file__).parents[2]), *sys.path]))
-    code, text, printed = run(pytester, GOOD.replace("A1", "K1").replace("B1", "K4"), "-n", "1")
-    assert code == 1 and "K2: no test" in printed and "kills: 5 of 500" in printed
+    skipped = '\n    @pytest.mark.fault("K2")\n    def test_four():\n        pytest.skip("no root")\n'
+    code, text, printed = run(pytester, GOOD.replace("A1", "K1").replace("B1", "K4") + skipped, "-n", "1")
+    assert code == 1 and "K3: no test" in printed and "kills: 5 of 500" in printed
+    assert find_row(text, "K2")[-1] == "not run: no root"
     assert f"**2 of {len(ROWS)} rows pass**" in text and find_row(text, "K1")[2:5] == ["2", "1", "5 kills"]
 
 
