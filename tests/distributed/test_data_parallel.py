@@ -93,7 +93,6 @@ def test_each_process_gets_its_own_share(runs: Path) -> None:
     assert shares[0].isdisjoint(shares[1]) and len(shares[0]) == len(shares[1]) == 16
 
 
-@pytest.mark.fault("R2")
 @pytest.mark.parametrize("mode", ["replicate", "shard"])
 def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_exactly(runs: Path, mode: str) -> None:
     codes = {
