@@ -41,11 +41,11 @@ def after_load(act: Callable[[Any], None]) -> None:
 
 
 def stop_after(step: str) -> None:
-    """The last process is asked to stop, and all agree to do so after this step: they hear of it when it begins."""
+    """The last process is asked to stop when so many updates are done; all agree to, at once or after one more."""
     last = int(os.environ.get("WORLD_SIZE", "1")) - 1
 
     def ask(done: int, batches: Any) -> None:
-        if done == int(step) - 1 and int(os.environ.get(RANK, "0")) == last:
+        if done == int(step) and int(os.environ.get(RANK, "0")) == last:
             os.kill(os.getpid(), signal.SIGTERM)
 
     after_step(ask)
