@@ -165,5 +165,12 @@ def wait_for_steps(run: Path, number: int) -> None:
         time.sleep(0.02)
 
 
+def wait_for_checkpoint(run: Path) -> None:
+    """Waits until a run has saved something; its log may be ahead of that."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not checkpoint.steps(run / "checkpoints") and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def pause(dice: random.Random, shortest: float, longest: float) -> None:
     time.sleep(dice.uniform(shortest, longest))

@@ -23,6 +23,7 @@ from tests.faults.runs import (
     find_leftovers,
     pause,
     read_ending,
+    wait_for_checkpoint,
     wait_for_steps,
     write_recipe,
 )  # fmt: skip
@@ -112,11 +113,11 @@ def test_so_do_runs_that_were_not_forked(server: Server, tmp_path: Path, whole: 
 @pytest.mark.control("K4")
 @pytest.mark.parametrize(("plant", "words"), [("forget moments", "weights"), ("forget a step", "losses")])
 def test_a_resume_that_leaves_something_out_is_seen(server: Server, tmp_path: Path, plant: str, words: str) -> None:
-    tree = make_tree(tmp_path, "plain", 20)
+    tree = make_tree(tmp_path, "plain", 50)
     wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree)))
     recipe = write_recipe(tmp_path, "run", tree)
     started = server.start(recipe)
-    wait_for_steps(tmp_path / "run", 4)
+    wait_for_checkpoint(tmp_path / "run")
     started.kill()
     assert started.wait() == [-9]
     differences = find_differences(server.run(recipe, 1, plant), wanted)
