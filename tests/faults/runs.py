@@ -117,8 +117,10 @@ def read_ending(run: Path) -> Ending:
 
 def find_differences(run: Path, wanted: Ending, bound: float = 0.0) -> list[str]:
     """Says in what a run differs from another that went on undisturbed: in bits, or by more than the bound."""
-    found = read_ending(run)
-    differences = [] if {**found.state, "best": 0} == {**wanted.state, "best": 0} else [f"state: {found.state}"]
+    found, differences = read_ending(run), []
+    rounded = {"best": 0.0} if bound else {}
+    if found.state | rounded != wanted.state | rounded:
+        differences.append(f"state: {found.state}, not {wanted.state}")
     for name in ("losses", "eval_losses"):
         mine, theirs = getattr(found, name), getattr(wanted, name)
         if [step for step, _ in mine] != [step for step, _ in theirs]:

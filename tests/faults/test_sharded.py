@@ -46,7 +46,7 @@ KILLS = 3  # of each way, if all are tried
 
 def make_tree(folder: Path, way: str) -> Tree:
     tree = change(
-        base(folder), parallel__data="shard", train__steps=40, train__micro_batches=2, train__eval_every=10,
+        base(folder), parallel__data="shard", train__steps=80, train__micro_batches=2, train__eval_every=10,
         train__eval_batches=2, checkpoint__every=2, optim__schedule="constant",
     )  # fmt: skip
     return change(tree, **WAYS[way])
@@ -58,7 +58,7 @@ def run_and_kill(server: Server, recipe: Path, dice: random.Random, kills: int) 
         started = server.start(recipe, 2)
         if number % 3 < 2:
             wait_for_steps(recipe.with_suffix(""), dice.randrange(1, 6))
-        pause(dice, 0.0, 0.5)
+        pause(dice, 0.0, 0.3)
         victims = dice.choice([(0,), (1,), (0, 1)]) if number % 3 < 2 else (0, 1)
         started.kill(*victims)
         codes = started.wait()  # those that were not killed must end by themselves
