@@ -79,7 +79,8 @@ class Row:
 
     def judge(self) -> str:
         """`pass`, or what is wrong; `not run` says that nothing is, but that the tests could not run here."""
-        failed = [*{name for cases in self.cases.values() for name, case in cases.items() if case.outcome == "failed"}]
+        names = (name for cases in self.cases.values() for name, case in cases.items() if case.outcome == "failed")
+        failed = [*dict.fromkeys(names)]
         if failed:
             others = f" and {len(failed) - 1} more" if failed[1:] else ""
             return f"**fails**: {failed[0].rpartition('::')[2]}{others}"
@@ -202,13 +203,14 @@ class Writer:
         self.record.add(report)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return  # it was interrupted: the page of an earlier run says more
         self.record.write(self.path)
         if self.record.find_faults() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.section("fault matrix")
-        terminalreporter.line(f"written to {self.path}")
+        terminalreporter.section(f"fault matrix ({self.path})")
         for line in self.record.find_faults():
             terminalreporter.line(line)
 

@@ -38,6 +38,7 @@ GOOD = """
 def matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "ROWS", {"A1": "killed", "B1": "frozen"})
     monkeypatch.setattr(page, "MINIMA", {"kills": 5})
+    monkeypatch.setattr(page, "describe_commit", lambda: "0123456")
 
 
 def run(pytester: pytest.Pytester, text: str, *options: str) -> tuple[int, str, str]:
@@ -47,7 +48,8 @@ def run(pytester: pytest.Pytester, text: str, *options: str) -> tuple[int, str, 
     done = pytester.runpytest_inprocess(
         "-p", "tests.faults.page", "--faults-page", "docs/faults.md", "-m", "fault or control", *options
     )
-    text = Path(pytester.path / "docs/faults.md").read_text()
+    written = pytester.path / "docs/faults.md"
+    text = written.read_text() if written.exists() else ""
     return int(done.ret), text, str(done.stdout).partition("fault matrix")[2]
 
 
@@ -110,8 +112,15 @@ def test_a_row_that_cannot_run_here_is_no_failure_and_does_not_pass(pytester: py
 
 @pytest.mark.usefixtures("matrix")
 def test_a_name_that_is_no_row_is_refused(pytester: pytest.Pytester) -> None:
-    code, _, _ = run(pytester, GOOD.replace('control("A1")', 'control("A2")'))
-    assert code == pytest.ExitCode.USAGE_ERROR
+    code, text, _ = run(pytester, GOOD.replace('control("A1")', 'control("A2")'))
+    assert code == pytest.ExitCode.USAGE_ERROR and not text
+
+
+@pytest.mark.usefixtures("matrix")
+def test_an_interrupted_run_leaves_the_page_as_it_was(pytester: pytest.Pytester) -> None:
+    pytester.mkdir("docs").joinpath("faults.md").write_text("of an earlier run")
+    code, text, _ = run(pytester, GOOD.replace("test_two():\n        pass", "test_two():\n        pytest.exit('now')"))
+    assert code == pytest.ExitCode.INTERRUPTED and text == "of an earlier run"
 
 
 @pytest.mark.usefixtures("matrix")
