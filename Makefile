@@ -1,10 +1,10 @@
-# Two commands do everything: `make demo` and `make test`. Both create .venv by themselves.
+# Two commands do everything: `make demo` and `make test`. Both create .venv by themselves. `make faults` tries more.
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes that run tests side by side; 0: all tests in one process, as is better on a machine with one GPU.
 WORKERS ?= 2
 
-.PHONY: demo test check clean
+.PHONY: demo test faults check clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -12,6 +12,11 @@ demo: .venv/installed
 
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Everything that can happen to a run, tried in full: about 25 minutes. docs/faults.md says how it ended.
+faults: .venv/tested
+	STRETTO_FAULTS=1 $(BIN)/python -m pytest -p tests.faults.page --faults-page docs/faults.md -m "fault or control" \
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
 check: .venv/tested
 	$(BIN)/ruff check .

@@ -113,10 +113,14 @@ def no_schedule(patch: pytest.MonkeyPatch) -> None:
 
 
 def twenty_steps(make_config: MakeConfig, folder: str, tmp_path: Path) -> Config:
-    """Dropout, accumulation, warm-up, and an epoch boundary inside: 281 windows, 16 a step."""
-    return make_config(run__dir=str(tmp_path / folder), train__steps=20, train__micro_batches=2, data__batch_size=8)
+    """Dropout, dropped layers, accumulation, warm-up, and an epoch boundary inside: 281 windows, 16 a step."""
+    return make_config(
+        run__dir=str(tmp_path / folder), train__steps=20, train__micro_batches=2, data__batch_size=8,
+        techniques__layer_drop={"theta": 0.5, "schedule": "constant"},
+    )  # fmt: skip
 
 
+@pytest.mark.fault("R1")
 def test_interrupted_equals_uninterrupted(
     make_config: MakeConfig, trace_run: Callable[..., Trace], tmp_path: Path
 ) -> None:
@@ -128,6 +132,7 @@ def test_interrupted_equals_uninterrupted(
         assert_same(whole, trace_run(twenty_steps(make_config, name, tmp_path), stops))
 
 
+@pytest.mark.control("R1")
 @pytest.mark.parametrize("sabotage", [no_randomness, no_position, no_moments, no_schedule])
 def test_each_sabotage_of_resume_is_caught(
     make_config: MakeConfig,
@@ -156,14 +161,38 @@ def test_accumulation_equals_the_large_batch(make_config: MakeConfig, trace_run:
         torch.testing.assert_close(small.final.weights[name], value, atol=2e-5, rtol=0)
 
 
+def is_same_when_busy(make_config: MakeConfig, trace_run: Callable[..., Trace], tmp_path: Path) -> bool:
+    """Whether a run that saves, logs and evaluates after every step ends like one that does so in the end only."""
+    quiet = trace_run(make_config(run__dir=str(tmp_path / "quiet"), train__log_every=100))
+    busy = trace_run(make_config(run__dir=str(tmp_path / "busy"), train__eval_every=1, checkpoint__every=1))
+    assert quiet.final is not None and busy.final is not None and len(busy.losses) == 6
+    pairs = [(quiet.final.weights, busy.final.weights), (quiet.final.moments, busy.final.moments)]
+    same = all(torch.equal(other[name], value) for one, other in pairs for name, value in one.items())
+    return same and busy.losses.items() >= quiet.losses.items()
+
+
+@pytest.mark.fault("R3")
 def test_saving_logging_and_evaluating_change_nothing(
     make_config: MakeConfig, trace_run: Callable[..., Trace], tmp_path: Path
 ) -> None:
-    quiet = trace_run(make_config(run__dir=str(tmp_path / "quiet"), train__log_every=100))
-    busy = trace_run(make_config(run__dir=str(tmp_path / "busy"), train__eval_every=1, checkpoint__every=1))
-    assert quiet.final is not None and busy.final is not None
-    assert all(torch.equal(busy.final.weights[name], value) for name, value in quiet.final.weights.items())
-    assert busy.losses[6] == quiet.losses[6]
+    assert is_same_when_busy(make_config, trace_run, tmp_path)
+
+
+@pytest.mark.control("R3")
+@pytest.mark.parametrize("name", ["save", "evaluate"])
+def test_one_random_number_in_saving_or_evaluating_would_be_seen(
+    make_config: MakeConfig,
+    trace_run: Callable[..., Trace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """If steps did not seed what they draw."""
+    real = getattr(stretto.train, name)
+    monkeypatch.setattr(stretto.train, name, lambda *args: (torch.rand(1), real(*args))[1])
+    assert is_same_when_busy(make_config, trace_run, tmp_path / "seeded")
+    no_randomness(monkeypatch)
+    assert not is_same_when_busy(make_config, trace_run, tmp_path / "not seeded")
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from stretto.config import build_config
 from stretto.train import train
 from tests.corpora import write_corpus
+from tests.faults.runs import Server
 
 Tally = Callable[[str, int], None]
 
@@ -30,6 +31,14 @@ def tally(request: pytest.FixtureRequest) -> Tally:
 def whole() -> bool:
     """Whether all cases are tried, as in `make faults`, or a sample, as in `make test`."""
     return bool(os.environ.get("STRETTO_FAULTS"))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Starts runs in no time."""
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

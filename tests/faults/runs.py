@@ -1,0 +1,178 @@
+"""Runs of one process or several, which tests start, kill and compare: the other side of server.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto import checkpoint
+from stretto.config import build_config, dump_config
+from stretto.report import read_events
+from tests.distributed.processes import find_port
+from tests.runs import PATIENCE_S, change
+
+ROOT = Path(__file__).parents[2]
+Tree = dict[str, Any]
+
+
+class Server:
+    """A server that forks runs (server.py)."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.server"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def ask(self, **request: Any) -> list[int]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer, "the server has died"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self.process.communicate(timeout=PATIENCE_S)
+
+    def start(self, recipe: Path, world: int = 1, plants: tuple[str, ...] = (), resume: bool = True) -> Started:
+        """Starts a run; its output goes to a file beside the recipe."""
+        log, argv = recipe.with_suffix(".log"), ["train", str(recipe), *(["--resume"] if resume else [])]
+        log.write_text("")
+        port = find_port() if world > 1 else 0
+        return Started(self, self.ask(world=world, port=port, argv=argv, log=str(log), plants=[*plants]), log)
+
+    def run(self, recipe: Path, world: int = 1, *plants: str) -> Path:
+        """Runs to the end, which must be a good one, and returns the run folder."""
+        started = self.start(recipe, world, plants)
+        codes = started.wait()
+        assert codes == [0] * world, f"{codes}: {started.log.read_text()[-4000:]}"
+        return recipe.with_suffix("")
+
+
+@dataclass
+class Started:
+    """Processes that train, or did."""
+
+    server: Server
+    pids: list[int]
+    log: Path  # what they print
+
+    def wait(self) -> list[int]:
+        return self.server.ask(wait=self.pids)
+
+    def kill(self, *ranks: int) -> None:
+        """Kills these, or all of them. The server has not asked for their exit codes yet, so that no other process can
+        have their numbers, even if they have ended."""
+        for rank in ranks or range(len(self.pids)):
+            os.kill(self.pids[rank], signal.SIGKILL)
+
+
+def write_recipe(folder: Path, name: str, tree: Tree, **changes: Any) -> Path:
+    """A recipe whose run folder has the same name beside it."""
+    config = build_config(change(tree, run__dir=str(folder / name), **changes))
+    recipe = folder / f"{name}.toml"
+    recipe.write_text(dump_config(config))
+    return recipe
+
+
+@dataclass
+class Ending:
+    """All that a run has to show in the end."""
+
+    losses: list[tuple[int, float]]
+    eval_losses: list[tuple[int, float]]
+    tensors: dict[str, torch.Tensor]
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def read_ending(run: Path) -> Ending:
+    """What the events say, in their order, and what is in the newest checkpoint."""
+    events, newest = read_events(run), checkpoint.find_newest(run / "checkpoints")
+    assert newest is not None
+    shot = checkpoint.load(run / "checkpoints", newest)
+    tensors = {
+        f"{kind}/{name}": value
+        for kind in ("weights", "moments", "others")
+        for name, value in getattr(shot, kind).items()
+    }
+    return Ending(
+        [(event["step"], event["loss"]) for event in events if "loss" in event],
+        [(event["step"], event["eval_loss"]) for event in events if "eval_loss" in event],
+        tensors,
+        {key: shot.state[key] for key in ("step", "tokens", "best", "best_step")},
+    )
+
+
+def find_differences(run: Path, wanted: Ending, bound: float = 0.0) -> list[str]:
+    """Says in what a run differs from another that went on undisturbed: in bits, or by more than the bound."""
+    found, differences = read_ending(run), []
+    rounded = {"best": 0.0} if bound else {}
+    if found.state | rounded != wanted.state | rounded:
+        differences.append(f"state: {found.state}, not {wanted.state}")
+    for name in ("losses", "eval_losses"):
+        mine, theirs = getattr(found, name), getattr(wanted, name)
+        if [step for step, _ in mine] != [step for step, _ in theirs]:
+            differences.append(f"{name} of the steps {[step for step, _ in mine]}")
+        elif any(abs(one - other) > bound for (_, one), (_, other) in zip(mine, theirs, strict=True)):
+            differences.append(f"{name}: {mine}, not {theirs}")
+    if found.tensors.keys() != wanted.tensors.keys():
+        return [*differences, f"names: {found.tensors.keys() ^ wanted.tensors.keys()}"]
+    for name, value in wanted.tensors.items():
+        other = found.tensors[name]
+        if not (torch.equal(value, other) if bound == 0 else torch.allclose(value, other, rtol=bound, atol=bound)):
+            differences.append(f"{name} by {(value - other).abs().max():.3g}")
+    return differences
+
+
+def find_leftovers(run: Path, keep: int = 2) -> list[str]:
+    """What a run that ended well has left beside its results: drafts, and checkpoints that it should have retired."""
+    drafts = [str(path.relative_to(run)) for path in run.rglob(".*")]
+    steps = checkpoint.steps(run / "checkpoints")
+    return drafts + ([f"checkpoints of the steps {steps}"] if len(steps) > keep + 1 else [])
+
+
+def count_samples(path: Path) -> dict[int, Counter[int]]:
+    """How often each sample was read in each update, by the notes of all processes."""
+    found: dict[int, Counter[int]] = {}
+    for file in path.parent.glob(f"{path.name}.*"):
+        for line in file.read_text().splitlines():
+            step, samples = json.loads(line)
+            found.setdefault(step, Counter()).update(samples)
+    return found
+
+
+def last_step(run: Path) -> int:
+    """The last step in the log; 0 while there is none."""
+    with suppress(OSError):
+        return max((event["step"] for event in read_events(run) if "loss" in event), default=0)
+    return 0
+
+
+def wait_for_steps(run: Path, number: int) -> None:
+    """Waits until the log has so many steps more than now."""
+    deadline, goal = time.monotonic() + PATIENCE_S, last_step(run) + number
+    while last_step(run) < goal and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def wait_for_checkpoint(run: Path) -> None:
+    """Waits until a run has saved something; its log may be ahead of that."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not checkpoint.steps(run / "checkpoints") and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def pause(dice: random.Random, shortest: float, longest: float) -> None:
+    time.sleep(dice.uniform(shortest, longest))
