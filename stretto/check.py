@@ -9,8 +9,8 @@ from typing import Any
 
 from stretto.checkpoint import find_best, steps
 from stretto.config import Config, DataConfig
+from stretto.ending import EXIT
 from stretto.errors import CheckpointError, StrettoError
-from stretto.runtime import EXIT
 from stretto.trained import load_run_config
 from stretto.verify import judge, name_step, read_manifest
 

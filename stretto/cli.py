@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from stretto.errors import CheckpointError, StrettoError
+from stretto.errors import CheckpointError, ConfigError, StrettoError, tell
+from stretto.signals import stop_early
 
 app = typer.Typer(
     help="Trains Transformers faster on the GPUs you have.", no_args_is_help=True, add_completion=False,
@@ -25,7 +25,7 @@ def train(
     override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint, if any")] = False,
 ) -> None:
-    """Train what a recipe says; under torchrun, on several processes."""
+    """Train what a recipe says; under `stretto launch` or torchrun, on several processes."""
     from stretto.config import load_config
     from stretto.recipes import find_recipe
 
@@ -33,6 +33,21 @@ def train(
     from stretto.train import train as run
 
     run(config, resume)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    command: Annotated[list[str], typer.Argument(help="what to run, such as: train RECIPE --resume")],
+    processes: Annotated[int, typer.Option("-n", "--processes", min=1, help="on this machine: one for each GPU")],
+    restarts: Annotated[int, typer.Option(min=0, help="how often to start again what was killed or lost")] = 0,
+    machines: Annotated[int, typer.Option(min=1, help="that run this command")] = 1,
+    machine: Annotated[int, typer.Option(min=0, help="the number of this one, from 0")] = 0,
+    meet: Annotated[str, typer.Option(help="several machines: HOST:PORT of machine 0")] = "",
+) -> None:
+    """Run a command in several processes; exit with the code of the one that failed first."""
+    from stretto.launch import launch as run
+
+    raise typer.Exit(run(command, processes, restarts, machines, machine, meet))
 
 
 @app.command("eval")
@@ -209,14 +224,26 @@ def recipes() -> None:
 
 def main() -> None:
     _replace_closed_streams()
+    if sys.argv[1:2] == ["train"]:
+        stop_early()
     try:
+        _refuse_bytes(sys.argv)
         app()
     except StrettoError as error:
-        with suppress(OSError):  # nobody may be there to read it; the exit code says enough
-            print(f"stretto: {error}", file=sys.stderr, flush=True)
+        # A mistake in a recipe is the same in all processes: one on each machine says it.
+        if not error.told and not (isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0"):
+            tell(str(error))
         sys.exit(error.exit_code)
     finally:
         _drop_unwritten_output()
+
+
+def _refuse_bytes(arguments: list[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{argument!a} in the command line is not UTF-8") from error
 
 
 def _replace_closed_streams() -> None:

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.errors import CheckpointError, DiskFullError, NonFiniteError
+from stretto.errors import CheckpointError, DiskFullError, NonFiniteError, tell
 from stretto.files import sync, write_text
 from stretto.pieces import Rows, index_tensors, merge_indices, write_tensors
-from stretto.runtime import tell
 from stretto.verify import FORMAT, find_damage, find_manifest_flaw, judge, name_step, seal, steps
 
 KINDS = ("model", "optimizer", "others")  # of tensors: a file for each, the last one only where it is needed

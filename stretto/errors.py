@@ -7,22 +7,38 @@
 | 3 | configuration |
 | 4 | data |
 | 5 | checkpoint |
-| 6 | loss or gradient not finite |
+| 6 | loss or gradient not finite; or the same failure for the third time at one step |
 | 7 | another process was lost, or did not answer in time |
 | 8 | out of memory |
 | 9 | disk full |
-| 75 | stopped by a signal after saving: run again with `--resume` |
+| 75 | stopped by a signal, after saving: run again with `--resume` |
 | 130 | Ctrl-C a second time: stopped at once |
 
-torchrun turns all of these into 1, so a run that has begun also writes its end to `exit.json` in its folder: the code,
-the cause and its message, and the rank of the process that failed first. A run without one goes on, or was killed.
+torchrun turns all of these into 1, `stretto launch` does not. A run that has begun also writes its end to `exit.json`
+in its folder: the code, the cause and its message, the step, and the rank of the process that failed first. A run
+without one goes on, or was killed. Of several processes, the others end with the code of the first cause where they
+learn it, and with 7 where they do not.
 """
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+def tell(text: str) -> None:
+    """Prints a line on stderr. Nobody may be there to read it, and that must stop nothing."""
+    with suppress(Exception):
+        print(f"stretto: {text}", file=sys.stderr, flush=True)
 
 
 class StrettoError(Exception):
     """An error whose message is meant for the user: it says what is wrong and what to do."""
 
     exit_code = 1
+    told = False  # the user has read it already
+    first: dict[str, Any] | None = None  # what another process has said that failed before this one
 
 
 class ConfigError(StrettoError):
@@ -38,6 +54,12 @@ class CheckpointError(StrettoError):
 
 
 class NonFiniteError(StrettoError):
+    exit_code = 6
+
+
+class RepeatedFailure(StrettoError):
+    """A run has failed in the same way, at the same step, until there was no hope left."""
+
     exit_code = 6
 
 

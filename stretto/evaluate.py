@@ -23,15 +23,26 @@ NONE = Techniques()
 
 @torch.no_grad()
 def evaluate(
-    model: Model, precision: str, data: Data, num_batches: int, rt: Runtime, mesh: Mesh, techniques: Techniques = NONE
+    model: Model,
+    precision: str,
+    data: Data,
+    num_batches: int,
+    rt: Runtime,
+    mesh: Mesh,
+    techniques: Techniques = NONE,
+    can_stop: bool = False,
 ) -> dict[str, float]:
     """Measures the mean loss per predicted token, or image, over the first `num_batches` evaluation batches; 0 means
-    all of them."""
+    all of them. If it `can_stop`, it returns nothing when the processes agree to stop before the end."""
     is_vit, was_training, num_labels = model.cfg.kind == "vit", model.training, 0
     num_batches = min(num_batches or data.num_eval_batches, data.num_eval_batches)
     loss_sum, correct = torch.zeros((), device=rt.device), torch.zeros((), device=rt.device)
     model.eval()
     for i in range(0, num_batches, mesh.data_world):
+        if can_stop and rt.agree_to_stop():
+            model.train(was_training)
+            return {}
+        rt.note_progress()
         # Where batches run out, a process repeats the last one with weight 0: sharded weights need all to take part.
         mine = i + mesh.data_rank
         batch = data.eval_batch(min(mine, num_batches - 1))

@@ -32,6 +32,8 @@ class Work(Protocol):
 class Executor:
     """Launches every operation by itself."""
 
+    agrees_late = False  # whether a stop is agreed on some updates after a process was asked for it
+
     def __init__(self, work: Work) -> None:
         self.work = work
         self.notes: list[str] = []  # what the log should say
@@ -65,6 +67,9 @@ class Executor:
         """Ends what is still under way, so that all processes have made the same updates. Given what `run` has
         returned, gives the loss of that update, as far as it was computed in this process, and its norm."""
         return loss, norm
+
+    def end_updates(self) -> None:
+        """The same, when nobody asks for the loss any more."""
 
     def resume(self, step: int, batches_of: Callable[[int], list[tuple[int, Any]]]) -> None:
         """Before update number `step`, the first of this run. `batches_of` gives the micro-batches of any update."""

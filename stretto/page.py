@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from stretto.config import dump_config
+from stretto.errors import tell
 from stretto.files import write_text
 from stretto.generate import sample
 from stretto.model import Decoder
 from stretto.report import read_events
-from stretto.runtime import tell
 from stretto.trained import load_run_config, load_trained
 
 PAGE = "report.html"

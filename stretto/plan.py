@@ -25,6 +25,9 @@ LADDER = {
     "+ MLP product again": Keep("output", "input", "input"),
     "inputs of blocks": Keep(block="input"),
 }
+FILLED = (
+    0.9  # of a GPU's memory that tensors can take: the rest is the context, libraries, and what lies between tensors
+)
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -160,6 +163,22 @@ def predict_for(config: Config, card: int) -> dict[str, int]:
     if config.techniques.find_kernels(uses_gpu(config)) is None:
         return {name: parts[name] for name in ("weights", "gradients", "moments")}
     return parts
+
+
+def advise_on_memory(config: Config, card: int, world: int) -> str:
+    """What to set when memory was full: the largest micro-batch that fits by the account, where there is one."""
+    config = for_device(config, card > 0)
+    if not card or world > 1 or config.techniques.find_kernels(True) is None:
+        return ""
+    try:
+        config, _ = complete_sizes(config)
+        (key, size), choice = find_size(config), find_choice(config, find_needs(config), card)
+    except ConfigError:
+        return ""
+    largest = min(find_largest(config, choice, round(FILLED * card)), size - 1)
+    if not largest:
+        return "By the account of `stretto plan --memory`, no micro-batch fits: split the weights, or keep less"
+    return f"By the account of `stretto plan --memory`, data.{key} = {largest:,} fits"
 
 
 def explain_memory(config: Config, limit: int = 0) -> Iterator[str]:

@@ -30,10 +30,11 @@ from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 
 from stretto.config import Config
+from stretto.errors import tell
 from stretto.files import open_in_place, replacing
 from stretto.optim import count_state
 from stretto.plan import predict_for
-from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, tell, total_memory
+from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, total_memory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

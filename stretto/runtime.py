@@ -1,54 +1,77 @@
-"""The process and its peers: device, process group, seeds, signals, the lock on the run folder, and how a run ended."""
+"""The process and its peers: device, process group, seeds, the lock on the run folder, errors in the user's words."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import platform
 import re
-import signal
 import socket
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from traceback import clear_frames
-from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from stretto.config import RunConfig
-from stretto.errors import CheckpointError, ConfigError, DiskFullError, OutOfMemoryError, PeerLostError, StrettoError
-from stretto.files import open_in_place, open_new, write_text
+from stretto.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DiskFullError,
+    NonFiniteError,
+    OutOfMemoryError,
+    PeerLostError,
+    Preempted,
+    StrettoError,
+    tell,
+)
+from stretto.files import open_in_place
+from stretto.heartbeat import call_roll, note_failure, wait_for_others, work_together
+from stretto.signals import Stoppable, watching
 from stretto.version import __version__
+
+X = TypeVar("X")
 
 # Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports; the first match counts.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
               "L40": 181e12, "NVIDIA L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 112e12,
               "Tesla T4": 65e12}  # fmt: skip
 
-# The usual ways to be asked to stop: Ctrl-C, schedulers, a terminal that was closed, Slurm's --signal=USR1.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-SAME_REQUEST_S = 5.0  # a control group signals all processes, and torchrun then passes the signal on to its workers
-EXIT = "exit.json"
 LOST = re.compile("Connection closed by peer|Connection reset by peer|[Tt]imed out|Read error|Broken pipe")
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and other libraries in Rust quote the system
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REFUSED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENODEV, errno.ENXIO, errno.EMFILE,
+           errno.ENFILE, errno.ENOTDIR, errno.EISDIR, errno.ENOTCONN, errno.ENAMETOOLONG)  # fmt: skip
+# What another process failed of is also what this one fails of. A bug has no class here: only its own process has it.
+SHARED_CAUSES = {
+    kind.exit_code: kind
+    for kind in (ConfigError, DataError, CheckpointError, NonFiniteError, OutOfMemoryError, DiskFullError)
+}
 
 
 @dataclass
-class Runtime:
+class Runtime(Stoppable):
     device: torch.device
     rank: int = 0
     world: int = 1
     timeout_s: float = 600.0  # how long to wait for another process
-    stop: bool = False  # a signal asked for it
+    step: int = 0  # updates done
+    store: dist.Store | None = None  # where processes leave messages; none in a group that the caller has made
+    pulse: dist.ProcessGroup | None = None  # of the heartbeats
+    advise: Callable[[], str] = field(default=lambda: "")  # what to do when memory is full
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of {self.world}"
 
     @property
     def is_main(self) -> bool:
@@ -77,10 +100,71 @@ class Runtime:
     def barrier(self) -> None:
         self.sum_over_ranks([0])
 
+    def advance(self, step: int) -> None:
+        """Notes that so many updates are done."""
+        self.step = step
+        self.note_progress()
+
+    def together(self, work: Callable[[], X]) -> X:
+        """Does work that may take long and can be broken off, in all processes; none waits for another in vain."""
+        if self.world == 1:
+            with self.interruptible():
+                return work()
+        self.pulse = self.pulse or dist.new_group(timeout=timedelta(seconds=self.timeout_s), backend="gloo")
+        return work_together(self, self.pulse, work, lambda error: self.announce(self.find_cause(error)))
+
+    def while_main(self, work: Callable[[], X]) -> X | None:
+        """Does work that is the main process's alone; the others wait as long as it is alive."""
+        return self.together(work if self.is_main else lambda: None)
+
+    def agree_to_stop(self) -> bool:
+        """Whether any process was asked to stop; all processes get the same answer."""
+        return self.sum_over_ranks([int(self.stop)])[0] > 0
+
+    def find_cause(self, error: BaseException) -> BaseException:
+        """The error in the user's words; where another process has failed first, what that one says."""
+        cause = explain(error, self.timeout_s) or error
+        if isinstance(cause, OutOfMemoryError) and cause is not error:
+            return OutOfMemoryError(f"{cause} Peak: {memory_gib(self.device):.2f} GiB. {self.advise()}".rstrip())
+        if isinstance(cause, PeerLostError) and self.store is not None and cause.first is None:
+            return self._name_lost(cause, self.store)
+        return cause
+
+    def _name_lost(self, cause: PeerLostError, store: dist.Store) -> StrettoError:
+        first, missing = call_roll(store, self.rank, self.world)
+        where = f"{self.name}, after step {self.step}: "
+        if first is not None:
+            kind = SHARED_CAUSES.get(first["code"], PeerLostError)
+            lost: StrettoError = kind(f"{where}rank {first['rank']} has failed: {first['message']}")
+        else:
+            who = f"rank {', '.join(map(str, missing))} was lost without a word, or" if missing else "another process"
+            lost = PeerLostError(f"{where}{who} did not answer: {cause}")
+        lost.first = first or {}
+        return lost
+
+    def announce(self, error: BaseException) -> None:
+        """Says why this process fails, before the others can notice that it does."""
+        is_second = isinstance(error, StrettoError) and (error.told or error.first is not None)
+        if self.world == 1 or is_second or isinstance(error, Preempted | PeerLostError | KeyboardInterrupt):
+            return
+        message = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
+        tell(f"{self.name}, after step {self.step}: {message}")
+        if isinstance(error, StrettoError):
+            error.told = True
+        if self.store is not None:
+            note_failure(self.store, describe_end(error, self.rank, self.step))
+
+
+def describe_end(error: BaseException | None, rank: int, step: int) -> dict[str, Any]:
+    """How a process ended, for exit.json, the log and other processes."""
+    code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 0 if error is None else 1)
+    kind, message = ("", "") if error is None else (type(error).__name__, str(error))
+    return {"code": code, "cause": kind, "message": message, "rank": rank, "step": step}
+
 
 @contextmanager
 def start(cfg: RunConfig) -> Iterator[Runtime]:
-    """Sets up this process, alone or under torchrun, and takes it down again. A process group that the caller has
+    """Sets up this process, alone or under a launcher, and takes it down again. A process group that the caller has
     made is used and left alone."""
     deterministic_before = torch.are_deterministic_algorithms_enabled()
     if cfg.deterministic:
@@ -94,24 +178,55 @@ def start(cfg: RunConfig) -> Iterator[Runtime]:
         # torch's allocator keeps that.
         if not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    own_group = runtime.world > 1 and not dist.is_initialized()
-    try:
-        if own_group:
-            backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=cfg.timeout_s))
-        with _signals(runtime):
+    own_group = world > 1 and not dist.is_initialized()
+    with watching(runtime, runtime.name, runtime.is_main, cfg.timeout_s):
+        try:
+            if own_group:
+                with runtime.interruptible():
+                    _join_group(runtime)
             yield runtime
-    except BaseException as error:
-        if own_group:
-            clear_frames(error.__traceback__)  # they hold the model, which must not outlive the group: see train.py
-        explained = explain(error, cfg.timeout_s)
-        if explained is None:
-            raise
-        raise explained from error
-    finally:
-        torch.use_deterministic_algorithms(deterministic_before)
-        if own_group and dist.is_initialized():
-            dist.destroy_process_group()
+        except BaseException as error:
+            cause = runtime.find_cause(error)
+            runtime.announce(cause)
+            if own_group:
+                _clear_frames(error)  # they hold the model, which must not outlive the group: see train.py
+            if cause is error:
+                raise
+            raise cause from error
+        finally:
+            torch.use_deterministic_algorithms(deterministic_before)
+            _leave_group(runtime, own_group)
+
+
+def _join_group(runtime: Runtime) -> None:
+    backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=runtime.timeout_s)
+    try:
+        runtime.store, *_ = next(iter(dist.rendezvous("env://", runtime.rank, runtime.world, timeout=timeout)))
+        dist.init_process_group(
+            backend, store=runtime.store, rank=runtime.rank, world_size=runtime.world, timeout=timeout
+        )
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"{runtime.name}: the processes did not find each other within run.timeout_s = {runtime.timeout_s:g}, or "
+            f"one was lost meanwhile: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _leave_group(runtime: Runtime, own_group: bool) -> None:
+    failed = sys.exc_info()[1] is not None
+    if own_group and dist.is_initialized():
+        dist.destroy_process_group()
+    elif runtime.pulse is not None and dist.is_initialized():
+        dist.destroy_process_group(runtime.pulse)
+    if failed and runtime.store is not None:
+        wait_for_others(runtime.store, runtime.rank, runtime.world)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -122,42 +237,6 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-@contextmanager
-def _signals(runtime: Runtime) -> Iterator[None]:
-    """Handles signals: the first asks the loop to save and stop. The same signal soon after is the same request; later,
-    it ends the process at once."""
-    asked: dict[int, float] = {}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if number in asked and time.monotonic() - asked[number] > SAME_REQUEST_S:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            signal.raise_signal(number)
-            return
-        if runtime.is_main and not runtime.stop:
-            tell(f"saving after this step, then stopping; the same signal {SAME_REQUEST_S:g} s from now, or later, "
-                 "stops at once")  # fmt: skip
-        asked.setdefault(number, time.monotonic())
-        runtime.stop = True
-
-    # nohup lets a run outlive its terminal by having SIGHUP ignored.
-    watched = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
-    try:
-        before = {number: signal.signal(number, ask) for number in watched}
-    except ValueError:  # not in the main thread, where Python allows no handlers: the caller keeps its own
-        before = {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def tell(text: str) -> None:
-    """Prints a line on stderr. Nobody may be there to read it, and that must stop nothing."""
-    with suppress(Exception):
-        print(f"stretto: {text}", file=sys.stderr, flush=True)
-
-
 def seed_all(seed: int, *keys: int) -> None:
     """Sets torch's generators to a function of the keys, so that nothing has to be saved to resume them."""
     digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
@@ -165,56 +244,29 @@ def seed_all(seed: int, *keys: int) -> None:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Holds a lock, since two runs must not write one folder. The lock ends with the process, however that ends."""
+def lock_folder(folder: Path) -> Iterator[str]:
+    """Holds a lock, since two runs must not write one folder. The lock ends with the process, however that ends; its
+    file then still says whose it was, which is what the next one gets."""
     path = folder / "lock"
     try:
         handle = open_in_place(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened for writing: {error.strerror}") from error
     with open(handle, "r+", encoding="utf-8", errors="replace") as file:
+        file.seek(0)
+        owner = file.read(1000).strip()
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            file.seek(0)
-            owner = file.read().strip() or "another process"
+            owner = owner or "another process"
             raise CheckpointError(f"{folder} is in use by {owner}; choose another run.dir or wait") from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
-
-
-@contextmanager
-def recording_exit(folder: Path, runtime: Runtime, timeout_s: float) -> Iterator[None]:
-    """Writes how the run ended to exit.json: torchrun turns every exit code into 1. While there is none, the run goes
-    on, or was killed. Every process may write it, once the main process holds the lock."""
-    path = folder / EXIT
-    if runtime.is_main:
-        with suppress(OSError):
-            path.unlink()
-    try:
-        yield
-    except BaseException as error:
-        _record_exit(path, runtime.rank, explain(error, timeout_s) or error)
-        raise
-    if runtime.is_main:
-        _record_exit(path, runtime.rank, None)
-
-
-def _record_exit(path: Path, rank: int, cause: BaseException | None) -> None:
-    code = 130 if isinstance(cause, KeyboardInterrupt) else getattr(cause, "exit_code", 0 if cause is None else 1)
-    kind, message = ("", "") if cause is None else (type(cause).__name__, str(cause))
-    record = {"code": code, "cause": kind, "message": message, "rank": rank, "time": round(time.time(), 3)}
-    text = json.dumps(record, indent=1) + "\n"
-    try:
-        if isinstance(cause, PeerLostError):  # what the lost process has written itself, before or after, says more
-            with suppress(FileExistsError), open(open_new(path), "w", encoding="utf-8") as file:
-                file.write(text)
-        else:
-            write_text(path, text)
-    except OSError as error:
-        tell(f"{path} could not be written: {error.strerror}")
+        try:
+            yield owner
+        finally:
+            file.truncate(0)
 
 
 def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
@@ -225,13 +277,15 @@ def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return OutOfMemoryError(f"memory is full: lower data.batch_size or data.max_tokens and raise "
                                 f"train.micro_batches by as much. {text.partition(chr(10))[0]}")  # fmt: skip
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    if full or "No space left on device" in text or "Disk quota exceeded" in text:
-        return DiskFullError(f"the disk is full; earlier checkpoints are whole: {text}")
+    quoted = SYSTEM_ERROR.search(text)
+    number = error.errno if isinstance(error, OSError) else int(quoted[1]) if quoted else None
+    if number in FULL:
+        return DiskFullError(f"the disk is full, or a file may not grow; earlier checkpoints are whole: {text}")
+    if number in REFUSED:
+        return CheckpointError(f"the system refuses to read or write; earlier checkpoints are whole: {text}")
     if isinstance(error, dist.DistError) or (dist.is_initialized() and LOST.search(text)):
         return PeerLostError(
-            f"another process was lost, or did not answer within run.timeout_s = {timeout_s:g} (raise that if it was "
-            f"still preparing data): {text}"
+            f"another process was lost, or did not answer within run.timeout_s = {timeout_s:g}: {text}"
         )
     return None
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stretto.drafts import Snapshot, clean, name_draft, name_part, publish, write_part
-from stretto.errors import CheckpointError, DiskFullError, PeerLostError, StrettoError
-from stretto.runtime import Runtime, tell
+from stretto.errors import CheckpointError, DiskFullError, PeerLostError, StrettoError, tell
+from stretto.runtime import Runtime
 
 POLL_S = 0.05  # between looks for what other processes have written
 GRACE_S = 3.0  # for other processes to complete a save when the run has failed already

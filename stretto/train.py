@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stretto import checkpoint, runtime
+from stretto import checkpoint, ending, runtime
 from stretto.batch import Batch
 from stretto.build import Trainable, build, describe_context, find_portion, run_step
 from stretto.config import Config
@@ -29,6 +29,8 @@ from stretto.techniques import identify, open_techniques
 from stretto.techniques.technique import At
 from stretto.trained import save_run
 
+LOADING = 0.9  # of run.timeout_s that a batch may take: whoever waits for it should say so before others say the same
+
 
 @dataclass
 class Run:
@@ -43,6 +45,7 @@ class Run:
     tokens: int = 0  # read by them
     best: float = math.inf  # lowest evaluation loss so far
     best_step: int = 0
+    evaluated: int = 0  # the step of the last evaluation
     saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,15 +75,16 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
     with ExitStack() as cleanup:
         mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
         open_techniques(config, describe_context(config, rt, mesh))  # what cannot work is known before data are read
+        killed = ""
         if rt.is_main:
             _prepare_folder(folder, resume)
-            cleanup.enter_context(runtime.lock_folder(folder))
-            cleanup.enter_context(runtime.recording_exit(folder, rt, config.run.timeout_s))
+            killed = cleanup.enter_context(runtime.lock_folder(folder))
+            cleanup.enter_context(ending.recording_exit(folder, rt, config))
         data = _open_data(config, folder, rt)
         if not rt.is_main:  # from here on it is certain that no other run has the folder
-            cleanup.enter_context(runtime.recording_exit(folder, rt, config.run.timeout_s))
+            cleanup.enter_context(ending.recording_exit(folder, rt, config))
         config = complete(config, data, mesh)
-        run = Run(config, data, build(config, rt, mesh), rt, mesh)
+        run = Run(config, data, rt.together(lambda: build(config, rt, mesh)), rt, mesh)
         cleanup.enter_context(run.saver)
         if resume:
             load_latest(run)
@@ -89,15 +93,19 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
         if rt.is_main:
             save_run(folder, config, data.labels)
         notes = [*origin, *_explain_parts(config, mesh), *run.parts.executor.take_notes()]
+        if killed:
+            report.event(taken_over=killed)
         report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe(), *notes)
         run_loop(run, report)
         if rt.is_main:
-            report.attempt("report.html", lambda: report.say(f"report: {write_report(folder, rt.device)}"))
+            with rt.interruptible():
+                report.attempt("report.html", lambda: report.say(f"report: {write_report(folder, rt.device)}"))
 
 
 def run_loop(run: Run, report: Report) -> None:
     """The steps that are left."""
     cfg, rt, parts, first, total = run.config.train, run.rt, run.parts, run.step, run.config.train.steps
+    saved = first  # the step of the newest checkpoint
     meter, portion = Meter(rt.device, rt.world), find_portion(run.config, run.mesh)
 
     def batches_of(step: int) -> list[tuple[int, Batch]]:
@@ -105,21 +113,33 @@ def run_loop(run: Run, report: Report) -> None:
         batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
         return [(i, parts.prepare(batch, At(step, i)).to(rt.device)) for i, batch in batches]
 
+    def gives_up() -> bool:
+        return rt.stop and not parts.executor.agrees_late
+
     parts.executor.resume(first, batches_of)
-    for step, batches in prefetch(batches_of, first, total):
+    if run.evaluated < first < total and _due(cfg.eval_every, run):  # a stop came in between
+        evaluate_now(run, report)
+    for step, batches in prefetch(batches_of, first, total, LOADING * rt.timeout_s, gives_up):
         # The one message between hosts per step: what was read, and whether anyone was asked to stop.
-        counts = [*_count(run.config, batches), int(rt.stop or run.saver.failed)]
+        counts = [*_count(run.config, batches or []), int(rt.stop or run.saver.failed)]
         labels, tokens, slots, padding, flops, stop = parts.executor.exchange(counts, rt)
+        if stop or batches is None:
+            if run.step > saved:
+                parts.executor.end_updates()
+                save(run)
+            run.saver.settle()
+            raise Preempted(explain_stop(run))
         lr = learning_rate(run.config.optim, step, total)
         set_learning_rate(parts.update.optimizer, lr)
         loss_sum, grad_norm = run_step(parts, step, batches, labels, rt.world)
         run.step, run.tokens = step + 1, run.tokens + tokens
+        rt.advance(run.step)
         meter.add(tokens, slots, padding, flops)
         meter.leave_out_recording(parts.executor.recording_seconds)
         for note in [*parts.executor.take_notes(), *parts.techniques.take_notes()]:
             report.say(note)
         report.advance(run.step)
-        saves = stop or _due(run.config.checkpoint.every, run)
+        saves = _due(run.config.checkpoint.every, run)
         if run.step == 1 or _due(cfg.log_every, run) or _due(cfg.eval_every, run) or saves:
             loss_sum, grad_norm = parts.executor.settle(loss_sum, grad_norm)
         if run.step == 1 or _due(cfg.log_every, run):
@@ -132,21 +152,33 @@ def run_loop(run: Run, report: Report) -> None:
         with meter.paused():
             better = _due(cfg.eval_every, run) and evaluate_now(run, report)
             if better or saves:
-                save(run, wait=bool(stop) or run.step == total)
-        if stop and run.step < total:
-            way = "the same command with --resume goes on from there"
-            kept = way if run.config.checkpoint.keep else "nothing was saved, since checkpoint.keep = 0"
-            raise Preempted(f"stopped after step {run.step} of {total}; {kept}")
+                save(run)
+                saved = run.step
+    run.saver.settle()
     if first < total:
         report.memory_line(run.config, parts.update.optimizer, rt)
         seconds = {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
         report.event(finished={"steps": total} | seconds)
 
 
+def explain_stop(run: Run) -> str:
+    if not run.config.checkpoint.keep:
+        kept = "nothing was saved, since checkpoint.keep = 0"
+    elif not run.step:
+        kept = "there is nothing to save yet"
+    else:
+        kept = "the same command with --resume goes on from there"
+    return f"stopped after step {run.step} of {run.config.train.steps}; {kept}"
+
+
 def evaluate_now(run: Run, report: Report) -> bool:
-    """Whether the model is better than ever before."""
-    parts, num_batches = run.parts, run.config.train.eval_batches
-    scores = evaluate(parts.model, parts.update.precision, run.data, num_batches, run.rt, run.mesh, parts.techniques)
+    """Whether the model is better than ever before; it is not known if a stop comes in between."""
+    parts, num_batches, precision = run.parts, run.config.train.eval_batches, run.parts.update.precision
+    can_stop = run.step < run.config.train.steps  # the last one belongs to the result
+    scores = evaluate(parts.model, precision, run.data, num_batches, run.rt, run.mesh, parts.techniques, can_stop)
+    if not scores:
+        return False
+    run.evaluated = run.step
     report.eval_line(run.step, scores)
     if not scores["eval_loss"] < run.best:  # also if it is NaN
         return False
@@ -154,8 +186,8 @@ def evaluate_now(run: Run, report: Report) -> bool:
     return True
 
 
-def save(run: Run, wait: bool) -> None:
-    """Copies the state, which a thread writes; an error of the last save is raised. `wait`: until it is on the disk."""
+def save(run: Run) -> None:
+    """Copies the state, which a thread writes; an error of the last save is raised."""
     run.saver.settle()
     run.parts.update.guard.check(run.step)
     if not run.config.checkpoint.keep:
@@ -165,6 +197,7 @@ def save(run: Run, wait: bool) -> None:
         "tokens": run.tokens,
         "best": run.best if run.best < math.inf else None,
         "best_step": run.best_step,
+        "evaluated": run.evaluated,
         "scaler": run.parts.update.scaler.state_dict(),
         "guard": run.parts.update.guard.state_dict(),
         "techniques": run.parts.techniques.state_dict(),
@@ -172,13 +205,11 @@ def save(run: Run, wait: bool) -> None:
     }
     others = run.parts.techniques.dump()
     run.saver.start(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state, others, run.saves))
-    if wait:
-        run.saver.settle()
 
 
 def load_latest(run: Run) -> None:
     """Goes on from the newest checkpoint that verifies; from the beginning if there is none."""
-    found = checkpoint.find_newest(run.checkpoints) if run.rt.is_main else None
+    found = run.rt.while_main(lambda: checkpoint.find_newest(run.checkpoints))
     if found is None and run.rt.is_main and checkpoint.steps(run.checkpoints):
         raise CheckpointError(f"no checkpoint in {run.checkpoints} can be used; move them away to begin anew")
     (step,) = run.rt.sum_over_ranks([found or 0])  # the main process looked; now all know
@@ -200,8 +231,9 @@ def load_latest(run: Run) -> None:
     update.guard.load_state_dict(shot.state["guard"])
     run.parts.techniques.load_state_dict(shot.state.get("techniques", {}))
     run.step, run.tokens = step, shot.state["tokens"]
+    run.rt.advance(step)
     run.best = math.inf if shot.state["best"] is None else shot.state["best"]
-    run.best_step = shot.state["best_step"]
+    run.best_step, run.evaluated = shot.state["best_step"], shot.state.get("evaluated", step)
 
 
 def start_from_folder(run: Run) -> list[str]:
@@ -304,6 +336,5 @@ def _open_data(config: Config, folder: Path, rt: Runtime) -> Data:
     def open_it() -> Data:
         return open_data(cfg, seed=config.run.seed, folder=folder / "data", image_size=config.model.image_size)
 
-    data = open_it() if rt.is_main else None
-    rt.barrier()
-    return data or open_it()
+    data = rt.while_main(open_it)
+    return rt.together(lambda: data or open_it())

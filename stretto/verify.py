@@ -17,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, tell
 from stretto.pieces import FILE, find_flaw
-from stretto.runtime import tell
 
 FORMAT = 2
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other errors of the system may pass

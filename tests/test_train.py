@@ -51,7 +51,7 @@ def trace_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trace]:
             trace.samples += [(index, batch.samples) for index, batch in batches]
             result = run_step(parts, step, batches, *rest)
             done += 1
-            if left and done == left[0] - 1:  # the flag is read when the next step begins
+            if left and done == left[0]:  # the flag is read before the next step
                 left.pop(0)
                 os.kill(os.getpid(), signal.SIGTERM)
             return result
@@ -92,7 +92,7 @@ def no_randomness(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_position(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stretto.train, "prefetch", lambda make, first, last: prefetch(lambda i: make(i - first), first, last))
+    patch.setattr(stretto.train, "prefetch", lambda make, first, last, *rest: prefetch(lambda i: make(i - first), first, last, *rest))
 
 
 def no_moments(patch: pytest.MonkeyPatch) -> None:

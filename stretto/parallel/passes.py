@@ -33,6 +33,7 @@ class Pipelined(Executor):
     """Runs the modules of this process in the order of a schedule."""
 
     work: Update
+    agrees_late = True
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Pipelined(Executor):
         self.losses: dict[int, list[Tensor]] = defaultdict(list)  # of micro-batches, by update
         self.tables: dict[int, Tensor] = {}  # the tied embedding that the passes of an update use
         self.output_gradients: dict[int, Tensor] = {}  # of the tied embedding, by update
-        self.step = 0  # updates begun
+        self.step = self.settled = 0  # updates begun, and after how many of them nothing was under way
         self.evaluations = 0
         self.flags: deque[tuple[Any, Tensor]] = deque()  # who was asked to stop, in the last updates
         self.stop = False
@@ -390,7 +391,12 @@ class Pipelined(Executor):
             known.copy_(found)
         if not before.is_exact:
             dist.all_reduce(square, group=self.group)
+        self.settled = self.step
         return loss, square.sqrt()
+
+    def end_updates(self) -> None:
+        if self.settled < self.step:
+            self.settle(*2 * [torch.zeros((), device=self.work.device)])
 
     def evaluate(self, batch: Batch) -> Tensor:
         """The summed loss, in the process with the last module; 0 in the others. Nothing may be under way."""

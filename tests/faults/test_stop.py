@@ -18,7 +18,8 @@ import stretto.train
 from stretto import checkpoint
 from stretto.config import dump_config
 from stretto.errors import DataError, NonFiniteError, PeerLostError, Preempted, StrettoError
-from stretto.runtime import Runtime, lock_folder, recording_exit
+from stretto.ending import recording_exit
+from stretto.runtime import Runtime, lock_folder
 from stretto.train import train
 from tests.distributed.processes import find_port
 from tests.faults.configs import config_of

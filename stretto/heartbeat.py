@@ -1,0 +1,119 @@
+"""Work that does not count as waiting, and how the processes learn who failed first.
+
+Before the first step one process may be at work for an hour, tokenising, while the others wait for it. So each process
+runs what it has to do while a thread of its own tells the others every second that it is alive, whether it was asked to
+stop, and whether it is done. A stop that any process hears is thus heard by all, and a lost one is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import PeerLostError, Preempted, StrettoError
+from stretto.signals import NOTHING_LOST, Stoppable
+
+PAUSE_S = 1.0  # between two messages of a process that is at work
+ROLL_CALL_S = 2.0  # for the others to answer
+FIRST, HERE = "stretto/first", "stretto/here/"  # keys in the store: the first failure; who is still there
+X = TypeVar("X")
+
+
+class Heartbeat(threading.Thread):
+    """The thread of a process that is at work; all processes have one at the same time."""
+
+    def __init__(self, state: Stoppable, group: dist.ProcessGroup) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self.state, self.group = state, group
+        self.hurry, self.lock = threading.Event(), threading.Lock()
+        self.at_work, self.failed = True, False
+        self.verdict: StrettoError | None = None  # why all processes leave
+
+    def run(self) -> None:
+        try:
+            while self.verdict is None and self._beat() < self.group.size():
+                self.state.note_progress()
+        except Exception as error:  # gloo has no narrower kind
+            self._decide(PeerLostError(str(error)))
+
+    def _beat(self) -> int:
+        """One message; the number of processes that are done."""
+        self.hurry.wait(PAUSE_S if self.at_work else 0)
+        self.hurry.clear()
+        sums = torch.tensor([int(self.state.stop), int(self.failed), int(not self.at_work)])
+        dist.all_reduce(sums, group=self.group)
+        stops, failures, done = sums.tolist()
+        if failures:
+            self._decide(PeerLostError("it failed at work that all were waiting for"))
+        elif stops:
+            self._decide(Preempted(NOTHING_LOST))
+        return int(done)
+
+    def _decide(self, verdict: StrettoError) -> None:
+        with self.lock:
+            self.verdict = verdict
+            if self.at_work:
+                self.state.interrupt(verdict)
+
+    def end(self, failed: bool) -> None:
+        with self.lock:
+            self.at_work, self.failed = False, failed
+        self.hurry.set()
+        self.join()
+
+
+def work_together(
+    state: Stoppable, group: dist.ProcessGroup, work: Callable[[], X], announce: Callable[[BaseException], None]
+) -> X:
+    """Does the work of this process, and returns when all have done theirs. If one fails or is to stop, all end."""
+    beat = Heartbeat(state, group)
+    beat.start()
+    with state.interruptible(beat.hurry.set):
+        try:
+            result = work()
+        except BaseException as error:
+            if beat.verdict is None:
+                announce(error)  # before the others can say that this process was lost
+            beat.end(failed=True)
+            raise (beat.verdict if isinstance(beat.verdict, Preempted) else error) from None
+        beat.end(failed=False)
+    if beat.verdict is not None:
+        raise beat.verdict
+    return result
+
+
+def note_failure(store: dist.Store, record: dict[str, Any]) -> None:
+    """Writes down a failure for the others, unless there was one before."""
+    with suppress(Exception):  # whoever has the store may be gone
+        store.compare_set(FIRST, "", json.dumps(record))
+
+
+def call_roll(store: dist.Store, rank: int, world: int) -> tuple[dict[str, Any] | None, list[int]]:
+    """What the first process that failed has said, if it has; and who does not answer."""
+    missing, first, deadline = [r for r in range(world) if r != rank], None, time.monotonic() + ROLL_CALL_S
+    with suppress(Exception):
+        store.set(f"{HERE}{rank}", "")
+        while missing and time.monotonic() < deadline:
+            missing = [r for r in missing if not store.check([f"{HERE}{r}"])]
+            if store.check([FIRST]):
+                first = json.loads(store.get(FIRST))
+                break
+            time.sleep(0.05)
+    return first, missing
+
+
+def wait_for_others(store: dist.Store, rank: int, world: int) -> None:
+    """Lets the others read the store, which this process may hold, before it goes."""
+    deadline = time.monotonic() + ROLL_CALL_S
+    with suppress(Exception):
+        while time.monotonic() < deadline:
+            if all(store.check([f"{HERE}{r}"]) for r in range(world) if r != rank):
+                return
+            time.sleep(0.05)
