@@ -7,7 +7,7 @@
 | 3 | configuration |
 | 4 | data |
 | 5 | checkpoint |
-| 6 | loss or gradient not finite |
+| 6 | numbers that cannot be trusted: not finite, spikes in a row, replicas or a replay that differ |
 | 7 | another process was lost, or did not answer in time |
 | 8 | out of memory |
 | 9 | disk full |
@@ -38,6 +38,16 @@ class CheckpointError(StrettoError):
 
 
 class NonFiniteError(StrettoError):
+    exit_code = 6
+
+
+class SpikeError(StrettoError):
+    exit_code = 6
+
+
+class DifferenceError(StrettoError):
+    """Two computations that had to end with the same bits did not."""
+
     exit_code = 6
 
 

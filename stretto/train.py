@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from stretto import checkpoint, runtime
 from stretto.batch import Batch
@@ -22,6 +26,7 @@ from stretto.flops import tokens_per_sample, training_flops
 from stretto.mesh import Mesh, build_mesh
 from stretto.optim import learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
+from stretto.replicas import compare, find_copies
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.techniques import identify, open_techniques
@@ -87,38 +92,30 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
 def run_loop(run: Run, report: Report) -> None:
     """The steps that are left."""
     cfg, rt, parts, first, total = run.config.train, run.rt, run.parts, run.step, run.config.train.steps
-    meter, portion = Meter(rt.device, rt.world), find_portion(run.config, run.mesh)
-
-    def batches_of(step: int) -> list[tuple[int, Batch]]:
-        mine = portion.find_micro_batches(step)
-        batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
-        return [(i, parts.prepare(batch, At(step, i)).to(rt.device)) for i, batch in batches]
-
+    meter, batches_of = Meter(rt.device, rt.world), partial(read_batches, run)
     parts.executor.resume(first, batches_of)
     for step, batches in prefetch(batches_of, first, total):
-        # The one message between hosts per step: what was read, and whether anyone was asked to stop.
-        counts = [*_count(run.config, batches), int(rt.stop)]
-        labels, tokens, slots, padding, flops, stop = parts.executor.exchange(counts, rt)
-        lr = learning_rate(run.config.optim, step, total)
-        set_learning_rate(parts.update.optimizer, lr)
-        loss_sum, grad_norm = run_step(parts, step, batches, labels, rt.world)
-        run.step, run.tokens = step + 1, run.tokens + tokens
-        meter.add(tokens, slots, padding, flops)
+        (labels, *amounts, stop), lr, loss_sum, grad_norm = take_step(run, step, batches)
+        meter.add(*amounts)
         meter.leave_out_recording(parts.executor.recording_seconds)
         for note in [*parts.executor.take_notes(), *parts.techniques.take_notes()]:
             report.say(note)
         report.advance(run.step)
-        saves = stop or _due(run.config.checkpoint.every, run)
-        if run.step == 1 or _due(cfg.log_every, run) or _due(cfg.eval_every, run) or saves:
+        saves, compares = stop or _due(run.config.checkpoint.every, run), _due(cfg.compare_every, run)
+        if run.step == 1 or _due(cfg.log_every, run) or _due(cfg.eval_every, run) or saves or compares:
             loss_sum, grad_norm = parts.executor.settle(loss_sum, grad_norm)
         if run.step == 1 or _due(cfg.log_every, run):
-            cancelled = parts.update.guard.check(run.step)
+            cancelled = look_at_guard(run)
             loss = float(rt.sum_tensor(loss_sum)) / max(labels, 1)
             values = {"step": run.step, "loss": loss, "lr": lr, "grad_norm": float(grad_norm), "tokens": run.tokens}
-            report.train_line(values | meter.read() | {"cancelled": cancelled}, meter.seconds_per_step)
+            report.train_line(values | meter.read() | cancelled, meter.seconds_per_step)
+            for note in parts.update.guard.take_notes():
+                report.say(note)
         elif run.step == first + 1:
             meter.restart()  # the first step compiles and allocates: its time says nothing about the others
         with meter.paused():
+            if compares:
+                compare_replicas(run)
             better = _due(cfg.eval_every, run) and evaluate_now(run, report)
             if better or saves:
                 save(run)
@@ -130,6 +127,47 @@ def run_loop(run: Run, report: Report) -> None:
         report.memory_line(run.config, parts.update.optimizer, rt)
         seconds = {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
         report.event(finished={"steps": total} | seconds)
+
+
+def read_batches(run: Run, step: int) -> list[tuple[int, Batch]]:
+    """The micro-batches that this process takes of an update, with their numbers."""
+    portion = find_portion(run.config, run.mesh)
+    mine = portion.find_micro_batches(step)
+    batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
+    return [(i, run.parts.prepare(batch, At(step, i)).to(run.rt.device)) for i, batch in batches]
+
+
+def take_step(run: Run, step: int, batches: list[tuple[int, Batch]]) -> tuple[list[int], float, Tensor, Tensor]:
+    """Update number `step`: what all processes have read for it, as `_count` counts, and whether to stop; its learning
+    rate; and its loss and norm (`run_step`)."""
+    # The one message between hosts per step: what was read, and whether anyone was asked to stop.
+    counts = run.parts.executor.exchange([*_count(run.config, batches), int(run.rt.stop)], run.rt)
+    lr = learning_rate(run.config.optim, step, run.config.train.steps)
+    set_learning_rate(run.parts.update.optimizer, lr)
+    loss_sum, grad_norm = run_step(run.parts, step, batches, counts[0], run.rt.world)
+    run.step, run.tokens = step + 1, run.tokens + counts[1]
+    return counts, lr, loss_sum, grad_norm
+
+
+def look_at_guard(run: Run) -> dict[str, int]:
+    """What it has counted; an error if too many updates in a row were cancelled."""
+
+    def name_data(step: int, ranks: Sequence[int]) -> str:
+        meshes = [replace(run.mesh, rank=rank) for rank in ranks or range(run.rt.world)]
+        numbers = {i for mesh in meshes for i in find_portion(run.config, mesh).find_micro_batches(step - 1)}
+        firsts = {i: run.data.train_batch(i).samples[:3] for i in sorted(numbers)[:4]}
+        return (
+            " (micro-batch " + "; ".join(f"{i}: samples {', '.join(map(str, s))} ..." for i, s in firsts.items()) + ")"
+        )
+
+    return run.parts.update.guard.check(run.step, run.rt.gather_over_ranks, name_data)
+
+
+def compare_replicas(run: Run) -> None:
+    """An error if processes that have the same weights do not."""
+    groups = find_copies(run.config.parallel, run.mesh)
+    if groups is not None:
+        compare(run.parts.model, run.parts.update.optimizer, groups, run.rt, run.step)
 
 
 def evaluate_now(run: Run, report: Report) -> bool:
@@ -144,9 +182,10 @@ def evaluate_now(run: Run, report: Report) -> bool:
 
 
 def save(run: Run) -> None:
-    run.parts.update.guard.check(run.step)
+    look_at_guard(run)
     if not run.config.checkpoint.keep:
         return
+    compare_replicas(run)
     state = {
         "step": run.step,
         "tokens": run.tokens,
@@ -163,10 +202,11 @@ def save(run: Run) -> None:
     run.rt.barrier()
 
 
-def load_latest(run: Run) -> None:
-    """Goes on from the newest checkpoint that verifies; from the beginning if there is none."""
-    found = checkpoint.find_newest(run.checkpoints) if run.rt.is_main else None
-    if found is None and run.rt.is_main and checkpoint.steps(run.checkpoints):
+def load_latest(run: Run, before: int | None = None) -> None:
+    """Goes on from the newest checkpoint that verifies, of those before a step if that is given; from the beginning if
+    there is none."""
+    found = checkpoint.find_newest(run.checkpoints, before) if run.rt.is_main else None
+    if found is None and before is None and run.rt.is_main and checkpoint.steps(run.checkpoints):
         raise CheckpointError(f"no checkpoint in {run.checkpoints} can be used; move them away to begin anew")
     (step,) = run.rt.sum_over_ranks([found or 0])  # the main process looked; now all know
     if step == 0:
