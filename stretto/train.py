@@ -101,7 +101,8 @@ def run_loop(run: Run, report: Report) -> None:
         for note in [*parts.executor.take_notes(), *parts.techniques.take_notes()]:
             report.say(note)
         report.advance(run.step)
-        saves, compares = stop or _due(run.config.checkpoint.every, run), _due(cfg.compare_every, run)
+        saves = stop or _due(run.config.checkpoint.every, run)
+        compares = cfg.compare_every > 0 and run.step % cfg.compare_every == 0
         if run.step == 1 or _due(cfg.log_every, run) or _due(cfg.eval_every, run) or saves or compares:
             loss_sum, grad_norm = parts.executor.settle(loss_sum, grad_norm)
         if run.step == 1 or _due(cfg.log_every, run):
@@ -175,9 +176,10 @@ def evaluate_now(run: Run, report: Report) -> bool:
     parts, num_batches = run.parts, run.config.train.eval_batches
     scores = evaluate(parts.model, parts.update.precision, run.data, num_batches, run.rt, run.mesh, parts.techniques)
     report.eval_line(run.step, scores)
-    if not scores["eval_loss"] < run.best:  # also if it is NaN
+    loss = scores["eval_loss"]
+    if not (math.isfinite(loss) and loss < run.best):
         return False
-    run.best, run.best_step = scores["eval_loss"], run.step
+    run.best, run.best_step = loss, run.step
     return True
 
 

@@ -8,8 +8,8 @@ n is WINDOW. They say nothing until there are HISTORY of them. What is not appli
 not blind later verdicts; and of what is applied, at most the limit itself is, so that a single spike does not either.
 
 By this rule a norm that falls, as in a warm-up, is none; nor is one that a slow rise or ordinary noise explains: LEAST
-times the mean at least, and beyond all but about one in a million of what a bell curve gives. A norm of ten times the
-mean is one as long as the deviation of x is below log(10) / SPREAD = 0.46, a noise of more than half the norm.
+times the mean at least, and beyond all but three in a million of what a bell curve gives. A norm of ten times the mean
+is one as long as the deviation of x is below log(10) / SPREAD = 0.51, a noise of more than half the norm.
 
 The state is one vector, in fp64, that stays where it is: a CUDA graph finds it there.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stretto.ops.language import jit, runs_kernels, tl, triton
 
-LEAST, SPREAD, HISTORY, WINDOW = 4.0, 5.0, 20, 100
+LEAST, SPREAD, HISTORY, WINDOW = 4.0, 4.5, 20, 100
 FIELDS = (
     "updates",  # judged so far
     "cancelled",  # of them
@@ -42,7 +42,7 @@ def judge_ref(state: Tensor, norm: Tensor, skip: bool, watch: bool) -> Tensor:
     spike = finite & ready & (distance > limit) & watch
     cancel = ~finite | (spike & skip)
     learns = ~cancel & (norm > 0) & watch
-    distance = torch.where(ready, torch.minimum(torch.maximum(distance, -limit), limit), distance)
+    distance = torch.where(known > 0, torch.minimum(torch.maximum(distance, -limit), limit), distance)
     distance = torch.where(learns, distance, 0.0)
     known = known + learns
     weight = learns / known.clamp(1, WINDOW)
@@ -74,7 +74,7 @@ def _judge_kernel(
     cancel = tl.where((finite == 0) | (spike & SKIP), 1.0, 0.0).to(tl.float64)
     learns = positive & (cancel == 0) & WATCH
     near = tl.where(distance > limit, limit, tl.where(distance < -limit, -limit, distance))
-    distance = tl.where(learns, tl.where(ready, near, distance), 0.0)
+    distance = tl.where(learns, tl.where(known > 0, near, distance), 0.0)
     known += learns.to(tl.float64)
     weight = learns.to(tl.float64) / tl.where(known > WINDOW, WINDOW, tl.where(known < 1, 1.0, known))
     updates = tl.load(state_ptr) + 1
