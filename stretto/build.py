@@ -107,7 +107,7 @@ def build(config: Config, rt: Runtime, mesh: Mesh) -> Trainable:
             else choose_gradients(model, sharded, techniques.gaps, num_passes)
         ),
         optimizer=optimizer,
-        guard=Guard("fp16" if context.precision == "fp16" else config.train.non_finite, rt.device),
+        guard=Guard("fp16" if context.precision == "fp16" else config.train.non_finite, rt.device, config.train.spikes),
         scaler=torch.amp.GradScaler(rt.device.type, enabled=context.precision == "fp16"),
         precision=context.precision,
         device=rt.device,

@@ -105,6 +105,15 @@ def report(run: Run) -> None:
 
 
 @app.command()
+def replay(run: Run, step: Annotated[int, typer.Option("--step", min=1, help="which step, counted from 1")]) -> None:
+    """Execute a step of a run once more and compare: loss, norm, and the weights where they were saved."""
+    from stretto.replay import replay as replay_step
+
+    for line in replay_step(run, step):
+        typer.echo(line)
+
+
+@app.command()
 def export(
     run: Run,
     folder: Annotated[Path, typer.Argument(help="where to: a new folder, or an empty one")],

@@ -206,11 +206,17 @@ class TrainConfig:
     eval_batches: int = 20  # micro-batches per evaluation; 0: all there are
     # What to do about a loss or gradient that is not finite. Its update is never applied, either way.
     non_finite: Literal["stop", "skip"] = "stop"
+    # What to do about a gradient whose norm, before clipping, is a spike: at least four times the usual one of the last
+    # hundred updates, and far beyond their noise. log: it is counted, said and applied. skip: it is not applied, and
+    # the fourth in a row stops the run. Pipelines with old gradients (parallel.schedule) know no spikes.
+    spikes: Literal["log", "skip"] = "log"
+    # Steps between two comparisons of the weights of processes that have the same ones, as at every save; 0: only then.
+    compare_every: int = 500
     sample: str = ""  # decoder: what the sample in the report begins with
 
     def __post_init__(self) -> None:
         _require_positive("train", self, "steps", "micro_batches", "log_every")
-        _require_not_negative("train", self, "eval_every", "eval_batches")
+        _require_not_negative("train", self, "eval_every", "eval_batches", "compare_every")
 
 
 @dataclass(frozen=True)
@@ -420,6 +426,11 @@ class Config:
         _require(
             self.model.kind == "vit" or self.model.positions == "rotary" or self.data.seq_len <= self.model.max_len,
             f"data.seq_len = {self.data.seq_len} is longer than model.max_len = {self.model.max_len}",
+        )
+        _require(
+            self.train.spikes == "log" or self.parallel.pipeline == 1 or self.parallel.schedule == "1f1b",
+            "train.spikes = 'skip' needs the norm of all gradients, for which parallel.schedule ="
+            f" {self.parallel.schedule!r} does not wait: set it to '1f1b', or train.spikes to 'log'",
         )
         _require(
             self.data.task != "images" or self.model.channels == 3, "model.channels must be 3: images are read as RGB"

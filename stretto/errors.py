@@ -7,7 +7,7 @@
 | 3 | configuration |
 | 4 | data |
 | 5 | checkpoint |
-| 6 | loss or gradient not finite; or the same failure for the third time at one step |
+| 6 | not finite, spikes in a row, replicas or a replay that differ; the same failure thrice at one step |
 | 7 | another process was lost, or did not answer in time |
 | 8 | out of memory |
 | 9 | disk full |
@@ -59,6 +59,16 @@ class NonFiniteError(StrettoError):
 
 class RepeatedFailure(StrettoError):
     """A run has failed in the same way, at the same step, until there was no hope left."""
+
+    exit_code = 6
+
+
+class SpikeError(StrettoError):
+    exit_code = 6
+
+
+class DifferenceError(StrettoError):
+    """Two computations that had to end with the same bits did not."""
 
     exit_code = 6
 

@@ -8,6 +8,10 @@
     Present    only some parameters have one in a step, the same in all processes; those are gathered and summed
 
 An update wants the sum over processes: the loss is multiplied by `copies`, by which an average divides.
+
+The sum brings what is not finite in one process to all of them. What goes wrong after it, in one process, is found in
+the norm: where processes have all gradients, they agree on the largest of their norms. That takes one number. Where
+each has a part of them, the norm is made of all parts, and is one number everywhere without that.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 ALIGN = 16  # elements: each gradient begins at a multiple, so that vector loads apply
@@ -42,6 +47,10 @@ class Gradients:
     def finish(self) -> None:
         """After the last backward pass of a step: from here on every process has the sum."""
 
+    def agree(self, norm: Tensor) -> Tensor:
+        """The norm of all gradients by which every process decides, from that which this one has found."""
+        return norm
+
     def zero(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
 
@@ -58,16 +67,24 @@ class Averaged(Gradients):
         assert isinstance(self.model, DistributedDataParallel)
         return nullcontext() if last else self.model.no_sync()
 
+    def agree(self, norm: Tensor) -> Tensor:
+        return take_largest(norm)
+
 
 class Sharded(Gradients):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.copies = dist.get_world_size()
+        places = {place for p in model.parameters() if isinstance(p, DTensor) for place in p.placements}
+        self.repeats = any(not place.is_shard() for place in places)  # several processes have the same part
 
     def sync(self, last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         return nullcontext()
+
+    def agree(self, norm: Tensor) -> Tensor:
+        return take_largest(norm) if self.repeats else norm
 
 
 class Static(Gradients):
@@ -104,9 +121,23 @@ class Static(Gradients):
             self.flats.append(flat)
 
     def finish(self) -> None:
+        self.sum()
+        if dist.is_initialized():
+            self.share_doubts()
+
+    def sum(self) -> None:
         if dist.is_initialized():
             for flat in self.flats:
                 dist.all_reduce(flat, group=self.group)
+
+    def share_doubts(self) -> None:
+        """The norm is found in a graph, where no message can be sent. So if a gradient of any process is not finite
+        now, one number of every process becomes NaN before. It takes a pass over them, which is short where graphs are
+        worth it. Else minus zero is added, which changes no bit."""
+        most = torch.stack([torch.linalg.vector_norm(flat, torch.inf, dtype=torch.float32) for flat in self.flats])
+        doubt = -(most - most).sum()
+        dist.all_reduce(doubt, group=self.group)
+        self.flats[0][:1] += doubt
 
     def zero(self, optimizer: torch.optim.Optimizer) -> None:
         for flat in self.flats:
@@ -126,10 +157,22 @@ class Present(Static):
 
     def finish(self) -> None:
         self.gather()
-        super().finish()
+        self.sum()
+
+    def agree(self, norm: Tensor) -> Tensor:
+        return take_largest(norm, self.group)
 
     def zero(self, optimizer: torch.optim.Optimizer) -> None:
         self.release()
+
+
+def take_largest(norm: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The largest norm that a process of the group has; infinite if one is not finite."""
+    if dist.get_world_size(group) == 1:
+        return norm
+    largest = norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest
 
 
 def choose_gradients(model: nn.Module, sharded: bool, gaps: bool, num_passes: int = 0) -> Gradients:

@@ -109,6 +109,10 @@ class StoredTensor:
             return self._open(0)[0:0]
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def read_part(self, rows: Rows | None, like: Tensor) -> Tensor:
+        """Reads what a process has of the tensor, which has the shape of `like`."""
+        return self.read() if rows is None else self.read_rows(rows.first, like.shape[0])
+
     def _open(self, number: int) -> Any:
         """Opens a piece; it has to be what the index says, so that no row is missing."""
         file, _, count = self.pieces[number]

@@ -49,7 +49,7 @@ class Update:
         """The summed loss of a micro-batch; its gradient, times `factor`, is added to what the parameters have."""
         with autocast(self.precision, self.device):
             loss = self.gradients.model(batch)
-        self.scaler.scale(loss * self.factor).backward()
+        self.scaler.scale(loss * (self.factor + self.guard.doubt(loss))).backward()
         self.gradients.settle()
         return loss.detach()
 
@@ -58,9 +58,12 @@ class Update:
         optimizer = self.optimizer
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
-        norm = clip_gradients(self.gradients.model, optimizer, self.clip)
-        cancel = self.guard.judge(norm)
+        own = clip_gradients(self.gradients.model, optimizer, self.clip)
+        norm = self.gradients.agree(own)
+        cancel = self.guard.judge(norm, own)
         if self.scaler.is_enabled():
+            for found in self.scaler._found_inf_per_device(optimizer).values():
+                found += cancel  # it has looked at the gradients of this process alone
             self.scaler.step(optimizer)
             self.scaler.update()
         else:

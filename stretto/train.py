@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from stretto import checkpoint, ending, runtime
 from stretto.batch import Batch
@@ -22,6 +26,7 @@ from stretto.flops import tokens_per_sample, training_flops
 from stretto.mesh import Mesh, build_mesh
 from stretto.optim import learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
+from stretto.replicas import compare, find_copies
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.saving import Saver
@@ -106,12 +111,7 @@ def run_loop(run: Run, report: Report) -> None:
     """The steps that are left."""
     cfg, rt, parts, first, total = run.config.train, run.rt, run.parts, run.step, run.config.train.steps
     saved = first  # the step of the newest checkpoint
-    meter, portion = Meter(rt.device, rt.world), find_portion(run.config, run.mesh)
-
-    def batches_of(step: int) -> list[tuple[int, Batch]]:
-        mine = portion.find_micro_batches(step)
-        batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
-        return [(i, parts.prepare(batch, At(step, i)).to(rt.device)) for i, batch in batches]
+    meter, batches_of = Meter(rt.device, rt.world), partial(read_batches, run)
 
     def gives_up() -> bool:
         return rt.stop and not parts.executor.agrees_late
@@ -120,36 +120,35 @@ def run_loop(run: Run, report: Report) -> None:
     if run.evaluated < first < total and _due(cfg.eval_every, run):  # a stop came in between
         evaluate_now(run, report)
     for step, batches in prefetch(batches_of, first, total, LOADING * rt.timeout_s, gives_up):
-        # The one message between hosts per step: what was read, and whether anyone was asked to stop.
-        counts = [*_count(run.config, batches or []), int(rt.stop or run.saver.failed)]
-        labels, tokens, slots, padding, flops, stop = parts.executor.exchange(counts, rt)
+        labels, *amounts, stop = counts = count_together(run, batches or [])
         if stop or batches is None:
             if run.step > saved:
                 parts.executor.end_updates()
                 save(run)
             run.saver.settle()
             raise Preempted(explain_stop(run))
-        lr = learning_rate(run.config.optim, step, total)
-        set_learning_rate(parts.update.optimizer, lr)
-        loss_sum, grad_norm = run_step(parts, step, batches, labels, rt.world)
-        run.step, run.tokens = step + 1, run.tokens + tokens
-        rt.advance(run.step)
-        meter.add(tokens, slots, padding, flops)
+        lr, loss_sum, grad_norm = take_step(run, step, batches, counts)
+        meter.add(*amounts)
         meter.leave_out_recording(parts.executor.recording_seconds)
         for note in [*parts.executor.take_notes(), *parts.techniques.take_notes()]:
             report.say(note)
         report.advance(run.step)
         saves = _due(run.config.checkpoint.every, run)
-        if run.step == 1 or _due(cfg.log_every, run) or _due(cfg.eval_every, run) or saves:
+        compares = cfg.compare_every > 0 and run.step % cfg.compare_every == 0
+        if run.step == 1 or _due(cfg.log_every, run) or _due(cfg.eval_every, run) or saves or compares:
             loss_sum, grad_norm = parts.executor.settle(loss_sum, grad_norm)
         if run.step == 1 or _due(cfg.log_every, run):
-            cancelled = parts.update.guard.check(run.step)
+            cancelled = look_at_guard(run)
             loss = float(rt.sum_tensor(loss_sum)) / max(labels, 1)
             values = {"step": run.step, "loss": loss, "lr": lr, "grad_norm": float(grad_norm), "tokens": run.tokens}
-            report.train_line(values | meter.read() | {"cancelled": cancelled}, meter.seconds_per_step)
+            report.train_line(values | meter.read() | cancelled, meter.seconds_per_step)
+            for note in parts.update.guard.take_notes():
+                report.say(note)
         elif run.step == first + 1:
             meter.restart()  # the first step compiles and allocates: its time says nothing about the others
         with meter.paused():
+            if compares:
+                compare_replicas(run)
             better = _due(cfg.eval_every, run) and evaluate_now(run, report)
             if better or saves:
                 save(run)
@@ -159,6 +158,30 @@ def run_loop(run: Run, report: Report) -> None:
         report.memory_line(run.config, parts.update.optimizer, rt)
         seconds = {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
         report.event(finished={"steps": total} | seconds)
+
+
+def read_batches(run: Run, step: int) -> list[tuple[int, Batch]]:
+    """The micro-batches that this process takes of an update, with their numbers."""
+    portion = find_portion(run.config, run.mesh)
+    mine = portion.find_micro_batches(step)
+    batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
+    return [(i, run.parts.prepare(batch, At(step, i)).to(run.rt.device)) for i, batch in batches]
+
+
+def count_together(run: Run, batches: list[tuple[int, Batch]]) -> list[int]:
+    """The one message between hosts per step: what all processes have read for it, and whether anyone is to stop."""
+    counts = [*_count(run.config, batches), int(run.rt.stop or run.saver.failed)]
+    return run.parts.executor.exchange(counts, run.rt)
+
+
+def take_step(run: Run, step: int, batches: list[tuple[int, Batch]], counts: list[int]) -> tuple[float, Tensor, Tensor]:
+    """Makes update number `step`: its learning rate, and its loss and norm, as `run_step` gives them."""
+    lr = learning_rate(run.config.optim, step, run.config.train.steps)
+    set_learning_rate(run.parts.update.optimizer, lr)
+    loss_sum, grad_norm = run_step(run.parts, step, batches, counts[0], run.rt.world)
+    run.step, run.tokens = step + 1, run.tokens + counts[1]
+    run.rt.advance(run.step)
+    return lr, loss_sum, grad_norm
 
 
 def explain_stop(run: Run) -> str:
@@ -171,6 +194,27 @@ def explain_stop(run: Run) -> str:
     return f"stopped after step {run.step} of {run.config.train.steps}; {kept}"
 
 
+def look_at_guard(run: Run) -> dict[str, int]:
+    """What it has counted; an error if too many updates in a row were cancelled."""
+
+    def name_data(step: int, ranks: Sequence[int]) -> str:
+        meshes = [replace(run.mesh, rank=rank) for rank in ranks or range(run.rt.world)]
+        numbers = {i for mesh in meshes for i in find_portion(run.config, mesh).find_micro_batches(step - 1)}
+        firsts = {i: run.data.train_batch(i).samples[:3] for i in sorted(numbers)[:4]}
+        return (
+            " (micro-batch " + "; ".join(f"{i}: samples {', '.join(map(str, s))} ..." for i, s in firsts.items()) + ")"
+        )
+
+    return run.parts.update.guard.check(run.step, run.rt.gather_over_ranks, name_data)
+
+
+def compare_replicas(run: Run) -> None:
+    """An error if processes that have the same weights do not."""
+    groups = find_copies(run.config.parallel, run.mesh)
+    if groups is not None:
+        compare(run.parts.model, run.parts.update.optimizer, groups, run.rt, run.step)
+
+
 def evaluate_now(run: Run, report: Report) -> bool:
     """Whether the model is better than ever before; it is not known if a stop comes in between."""
     parts, num_batches, precision = run.parts, run.config.train.eval_batches, run.parts.update.precision
@@ -180,18 +224,20 @@ def evaluate_now(run: Run, report: Report) -> bool:
         return False
     run.evaluated = run.step
     report.eval_line(run.step, scores)
-    if not scores["eval_loss"] < run.best:  # also if it is NaN
+    loss = scores["eval_loss"]
+    if not (math.isfinite(loss) and loss < run.best):
         return False
-    run.best, run.best_step = scores["eval_loss"], run.step
+    run.best, run.best_step = loss, run.step
     return True
 
 
 def save(run: Run) -> None:
     """Copies the state, which a thread writes; an error of the last save is raised."""
     run.saver.settle()
-    run.parts.update.guard.check(run.step)
+    look_at_guard(run)
     if not run.config.checkpoint.keep:
         return
+    compare_replicas(run)
     state = {
         "step": run.step,
         "tokens": run.tokens,
@@ -207,10 +253,11 @@ def save(run: Run) -> None:
     run.saver.start(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state, others, run.saves))
 
 
-def load_latest(run: Run) -> None:
-    """Goes on from the newest checkpoint that verifies; from the beginning if there is none."""
-    found = run.rt.while_main(lambda: checkpoint.find_newest(run.checkpoints))
-    if found is None and run.rt.is_main and checkpoint.steps(run.checkpoints):
+def load_latest(run: Run, before: int | None = None) -> None:
+    """Goes on from the newest checkpoint that verifies, of those before a step if that is given; from the beginning if
+    there is none."""
+    found = run.rt.while_main(lambda: checkpoint.find_newest(run.checkpoints, before))
+    if found is None and before is None and run.rt.is_main and checkpoint.steps(run.checkpoints):
         raise CheckpointError(f"no checkpoint in {run.checkpoints} can be used; move them away to begin anew")
     (step,) = run.rt.sum_over_ranks([found or 0])  # the main process looked; now all know
     if step == 0:

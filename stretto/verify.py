@@ -115,9 +115,12 @@ def steps(folder: Path) -> list[int]:
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
-def find_newest(folder: Path) -> int | None:
-    """Finds the newest step that verifies; damaged checkpoints are named and passed over."""
+def find_newest(folder: Path, before: int | None = None) -> int | None:
+    """Finds the newest step that verifies, of those before another one if that is given; damaged checkpoints are named
+    and passed over."""
     for step in steps(folder):
+        if before is not None and step >= before:
+            continue
         damage = find_damage(folder / name_step(step))
         if damage is None:
             return step

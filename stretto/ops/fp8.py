@@ -10,7 +10,8 @@ A factor is divided by a scale, rounded to nearest and clamped; the product of t
     block128   128 numbers of a row; 128 x 128 of a weight       E4M3 E4M3      E4M3 E4M3      E4M3 E4M3
 
 E4M3 has 3 mantissa bits and reaches 448, E5M2 has 2 and reaches 57,344. A matrix of zeros has the scale 1. A number
-that is not finite makes its scale infinite, and so results that are not finite: the guard of an update sees them.
+that is not finite makes its scale infinite, or becomes NaN where the scale is a bound that is known beforehand; so
+results are not finite, and the guard of an update sees them.
 
 Hopper adds up 8-bit factors along contiguous memory only. So x [T, C] is needed twice, as it is for the forward product
 and transposed for dweight, dout as it is for dx and transposed for dweight, and a weight both ways. One kernel reads a
@@ -68,7 +69,7 @@ def most_of(x: Tensor, dim: int | None = None) -> Tensor:
 
 def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
-    return (x * scale.reciprocal()).clamp(-largest, largest).to(dtype)
+    return (x * scale.reciprocal()).clamp(-largest, largest).masked_fill(x.isinf(), torch.nan).to(dtype)
 
 
 def _round_blocks(x: Tensor, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
@@ -111,6 +112,7 @@ def _put(x, scale, ptr, offset, mask, LARGEST: tl.constexpr, EMULATE: tl.constex
     y = x * (1.0 / scale)
     y = tl.where(y > LARGEST, LARGEST, y)  # NaN stays
     y = tl.where(y < -LARGEST, -LARGEST, y)
+    y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
     if EMULATE:
         y = _round_first(y, 3, -6) if LARGEST == 448 else _round_first(y, 2, -14)
     tl.store(ptr + offset, y.to(ptr.dtype.element_ty), mask=mask)

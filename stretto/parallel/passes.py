@@ -19,6 +19,7 @@ from stretto.config import OptimConfig, ParallelConfig
 from stretto.execute import Executor
 from stretto.gradients import Present
 from stretto.model import Chain, LMHead
+from stretto.ops.judge import FIELDS
 from stretto.optim import FlatAdamW, clip_gradients, learning_rate, set_learning_rate
 from stretto.parallel.schedule import Action, Schedule
 from stretto.parallel.stages import Channel, Flight, Stage, Weights, find_names
@@ -166,7 +167,7 @@ class Pipelined(Executor):
         out = self._run(module, index, batch, given, weights)
         if module.is_last:
             self.losses[update].append(out.detach())
-            out = out * self.factors[update]
+            out = out * (self.factors[update] + self.work.guard.doubt(out))
         else:
             self.onward[module.number + 1].send(number, out.detach())
         module.flights[number] = Flight(given, out)
@@ -303,13 +304,20 @@ class Pipelined(Executor):
             table.grad = reduce(torch.add, found) if found else None
             if self.cfg.tied_gradient == "mean" and self.schedule.find_wait(0) and table.grad is not None:
                 table.grad = table.grad / 2
-        if self.peers is not None and self.peers.size() > 1:
+        if self._has_peers:
             self.sums[module.number].finish()
+
+    @property
+    def _has_peers(self) -> bool:
+        return self.peers is not None and self.peers.size() > 1
+
+    def _agree(self, module: Stage, norm: Tensor) -> Tensor:
+        return self.sums[module.number].agree(norm) if self._has_peers else norm
 
     def _judge(self, module: Stage, learned: int, cancelled: Tensor) -> Tensor:
         """Takes the norm of a module's gradients; whether its update is cancelled, or was behind it."""
         self._gather_gradients(module, learned + self.schedule.find_wait(module.number))
-        norm = clip_gradients(self.model, self.work.optimizer, self.work.clip)
+        norm = self._agree(module, clip_gradients(self.model, self.work.optimizer, self.work.clip))
         module.norm = torch.where(cancelled > 0, torch.nan, norm)
         return (~torch.isfinite(module.norm)).long()
 
@@ -336,12 +344,14 @@ class Pipelined(Executor):
         for module in self.modules.values():
             self._gather_gradients(module, update)
         norm = clip_gradients(self.model, self.work.optimizer, self.work.clip, across=self.group)
-        self._apply(list(self.modules.values()), update, norm)
+        self._apply(list(self.modules.values()), update, self._agree(module, norm))
 
     def _apply(self, modules: Sequence[Stage], update: int, norm: Tensor) -> None:
-        optimizer = self.work.optimizer
+        optimizer, guard = self.work.optimizer, self.work.guard
         set_learning_rate(optimizer, self._find_rate(modules[0], update))
-        optimizer.found_inf = self.work.guard.judge(norm)  # type: ignore[attr-defined]
+        guard.state[FIELDS.index("updates")] = update  # it may judge several modules of one update
+        # What is usual of a norm is not known where only a part of the model is behind it.
+        optimizer.found_inf = guard.judge(norm, watch=self.schedule.is_exact)  # type: ignore[attr-defined]
         for module in modules:
             if self.usual.order == "2bw":
                 module.before = self._find_weights(module)
@@ -385,10 +395,7 @@ class Pipelined(Executor):
         loss = reduce(torch.add, losses) if losses else torch.zeros((), device=self.work.device)
         norms = [module.last_norm.to(loss) for module in self.modules.values()]
         square = norms[0].square() if before.is_exact else torch.stack(norms).square().sum()
-        worst = torch.stack([guard.cancelled, guard.streak, guard.worst])
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
-        for known, found in zip((guard.cancelled, guard.streak, guard.worst), worst, strict=True):
-            known.copy_(found)
+        dist.all_reduce(guard.state, dist.ReduceOp.MAX, group=self.group)
         if not before.is_exact:
             dist.all_reduce(square, group=self.group)
         self.settled = self.step

@@ -21,14 +21,20 @@ def find_port() -> int:
         return int(free.getsockname()[1])
 
 
-def launch(jobs: dict[str, Any], folder: Path, processes: int, variables: dict[str, str] | None = None) -> None:
-    """Runs all jobs in one launch, each in its own run folder."""
+def launch(
+    jobs: dict[str, Any],
+    folder: Path,
+    processes: int,
+    variables: dict[str, str] | None = None,
+    module: str = "tests.distributed.jobs",
+) -> None:
+    """Runs all jobs in one launch, each in its own run folder. `module` is what runs them."""
     folder.mkdir()
     for name, job in jobs.items():
         job["config"]["run"]["dir"] = str(folder / job.get("folder", name))
     (folder / "jobs.json").write_text(json.dumps(jobs))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(find_port())]
-    command = [sys.executable, *(torchrun if processes > 1 else []), "-m", "tests.distributed.jobs"]
+    command = [sys.executable, *(torchrun if processes > 1 else []), "-m", module]
     done = subprocess.run(
         [*command, str(folder / "jobs.json"), str(folder)],
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | (variables or {}),
