@@ -84,10 +84,9 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[bytes]:
 def read_text(path: Path, most: int) -> str:
     """Reads a file of UTF-8 that has at most so many bytes; an `OSError` if it has more."""
     with open_regular(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
-    return content.decode("utf-8")
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+        return file.read(most).decode("utf-8")
 
 
 def write_text(path: Path, text: str) -> None:
