@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
+from stretto.files import read_text
+from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, show
 
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)")
 
@@ -63,6 +64,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require_positive("data", self, "vocab", "seq_len", "batch_size", "max_tokens")
+        _require(self.vocab <= MOST_TOKENS, f"data.vocab = {self.vocab:,} is more than {MOST_TOKENS:,}")
         for key in ("held_out", "mask_share"):
             _require(0.0 < getattr(self, key) < 1.0, f"data.{key} must be between 0 and 1")
 
@@ -484,10 +486,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a recipe and applies `section.key=value` overrides."""
     path = Path(path)
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = parse(read_text(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(tree, override)
@@ -554,7 +556,7 @@ def _build_section(name: str, section: type[Any], values: Mapping[str, Any]) -> 
     preset = values.get("preset")
     if name == "model" and preset:
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise ConfigError(f"model.preset = {preset!r} is not a preset{_nearest(str(preset), PRESETS)}")
+            raise ConfigError(f"model.preset = {show(preset)} is not a preset{_nearest(show(preset), PRESETS)}")
         values = PRESETS[preset] | dict(values)
     # The config.toml of a run says everything, sizes of texts as well as of images, and needs no folder any more.
     said_all = {"layers", "vocab", "token_types", "image_size"} <= values.keys()
@@ -583,6 +585,7 @@ def _start_from(init: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _convert(key: str, kind: Any, value: Any) -> Any:
+    shown = f"{key} = {show(value)}"
     if get_origin(kind) in (UnionType, Union):  # an optional subsection; true means: with its defaults
         section: Any = next(part for part in get_args(kind) if is_dataclass(part))
         words = [word for each in get_args(kind) if get_origin(each) is Literal for word in get_args(each)]
@@ -592,36 +595,34 @@ def _convert(key: str, kind: Any, value: Any) -> Any:
             return _build_section(key, section, value)
         if not isinstance(value, bool):
             ways = ", ".join(["true", "false", *map(repr, words)])
-            raise ConfigError(f"{key} = {value!r} must be {ways} or a subsection: write [{key}] and keys below")
+            raise ConfigError(f"{shown} must be {ways} or a subsection: write [{key}] and keys below")
         return section() if value else None
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         if value not in choices:
-            raise ConfigError(f"{key} = {value!r} must be one of {', '.join(map(repr, choices))}")
+            raise ConfigError(f"{shown} must be one of {', '.join(map(repr, choices))}")
         return value
     if get_origin(kind) is tuple:
         item_kind = get_args(kind)[0]
         if not isinstance(value, (list, tuple)) or not all(type(item) is item_kind for item in value):
             items = {str: "strings", int: "whole numbers"}[item_kind]
-            raise ConfigError(f"{key} = {value!r} must be a list of {items}")
-        return tuple(value)
+            raise ConfigError(f"{shown} must be a list of {items}")
+        return tuple(check_range(key, item) for item in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(check_range(key, value))
     if type(value) is not kind:  # `bool` is an `int` to isinstance; a recipe that says `steps = true` is wrong
-        raise ConfigError(f"{key} = {value!r} must be of type {kind.__name__}, not {type(value).__name__}")
-    if kind is float and not abs(value) < float("inf"):
-        raise ConfigError(f"{key} = {value!r} must be finite")
-    return value
+        raise ConfigError(f"{shown} must be of type {kind.__name__}, not {type(value).__name__}")
+    return check_range(key, value)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not (equals and sections and key and all(sections)):
-        raise ConfigError(f"--set {override!r}: write section.key=value, for example train.steps=100")
+        raise ConfigError(f"--set {show(override)}: write section.key=value, for example train.steps=100")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse(f"value = {text}")["value"]
+    except ValueError:
         value = text  # an unquoted string, which shells make hard to quote
     target: Any = tree
     for depth, section in enumerate(sections, 1):

@@ -25,9 +25,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stretto.config import ModelConfig
+from stretto.errors import ConfigError
 
 Attention = Literal["dense", "own", "variable"]  # which kernel: see stretto/attention.py
 FP32, KEY = 4, 16  # bytes of a number, and of a key of dropout
+MOST_BLOCKS = 100_000  # that a plan goes through one by one
 BLOCK_KEYS = 6  # keys of dropout that a block is given
 CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # of logits, the most that exist at a time
 WEIGHT_BYTES = {"fp32": 4, "split": 4, "bf16": 2}
@@ -137,6 +139,10 @@ def count_parameters(cfg: ModelConfig) -> dict[str, int]:
 def list_blocks(cfg: ModelConfig) -> list[tuple[str, bool]]:
     """Lists the blocks in the order of the forward pass: their stack, and whether they have cross attention."""
     both = cfg.kind == "encoder-decoder"
+    if max(cfg.layers, cfg.decoder_layers) > MOST_BLOCKS:
+        raise ConfigError(
+            f"model.layers = {cfg.layers:,} is more than {MOST_BLOCKS:,}, beyond which nothing is planned"
+        )
     first = [("decoder" if cfg.kind == "decoder" else "encoder", False)] * cfg.layers
     return first + [("decoder", True)] * (cfg.decoder_layers or cfg.layers) if both else first
 

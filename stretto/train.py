@@ -15,6 +15,7 @@ from torch import Tensor
 from stretto import checkpoint, ending, runtime
 from stretto.batch import Batch
 from stretto.build import Trainable, build, describe_context, find_portion, run_step
+from stretto.capacity import require_room
 from stretto.config import Config
 from stretto.convert.folder import load_weights
 from stretto.data import Data, open_data
@@ -77,6 +78,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
     """A function of its own, so that no model is left when the process group is destroyed (runtime.py): a model in DDP
     would hold the group until then, and destroy it while it holds the GIL, for which threads of gloo may be waiting."""
     folder = Path(config.run.dir)
+    require_room(config, rt.world, runtime.total_memory(rt.device))
     with ExitStack() as cleanup:
         mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
         open_techniques(config, describe_context(config, rt, mesh))  # what cannot work is known before data are read

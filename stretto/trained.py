@@ -10,13 +10,17 @@ from typing import Any
 import torch
 
 from stretto import checkpoint
+from stretto.capacity import require_room_for_weights
 from stretto.config import Config, dump_config, load_config
 from stretto.data import Tokenizer, load_tokenizer
 from stretto.errors import CheckpointError, ConfigError
-from stretto.files import refuse_links, require_empty, write_text
+from stretto.files import read_text, refuse_links, require_empty, write_text
 from stretto.model import Model, build_model, sites
+from stretto.runtime import total_memory
 from stretto.techniques import find_changes, load_all
 from stretto.weights import take
+
+_MOST_BYTES = 1 << 27  # of labels.json
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ def load_run_config(folder: Path) -> Config:
 def load_trained(folder: Path, device: torch.device, step: int | None = None) -> Trained:
     config = load_run_config(folder)
     step = _find_step(folder / "checkpoints", step)
+    require_room_for_weights(config.model, total_memory(device))
     model = build_model(config.model)
     for technique in find_changes(config, device):
         technique.apply(model, sites(model))
@@ -56,7 +61,10 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None) ->
 
 def _load_labels(path: Path) -> tuple[str, ...]:
     try:
-        return tuple(json.loads(path.read_text(encoding="utf-8")))
+        labels = json.loads(read_text(path, _MOST_BYTES))
+        if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+            raise ValueError("it holds something else")
+        return tuple(labels)
     except (OSError, ValueError, RecursionError, TypeError) as error:
         raise CheckpointError(f"{path} is not a list of class names: {error}") from error
 

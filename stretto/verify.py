@@ -89,7 +89,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "state.json").read_text())
+    """Reads the state. What matches its manifest may still be another thing: whoever wrote it has sealed it."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_text())
+        kinds = {"step": int, "best_step": int, "tokens": int, "scaler": dict, "guard": dict, "identity": dict}
+        wrong = [key for key, kind in kinds.items() if key in state and not isinstance(state[key], kind)]
+        if wrong or not isinstance(state, dict) or not {"step", "best_step"} <= state.keys():
+            raise ValueError(f"it has no right {wrong[0] if wrong else 'step'}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint / 'state.json'} is not the state of a run: {error}") from error
+    return state
 
 
 def find_manifest_flaw(manifest: dict[str, Any]) -> str | None:

@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import ConfigError
+from stretto.files import read_text
+from stretto.values import show
+
+MOST_BYTES = 1 << 24  # of a config.json; names of classes are in it
 
 # Their names to ours; of two names for one function, the one that is written comes last.
 ACTIVATIONS = {
@@ -141,7 +145,7 @@ def read_family(folder: Path) -> tuple[str, dict[str, Any]]:
     """The model_type of a Hugging Face folder, and its config.json."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_text(path, MOST_BYTES))
     except OSError as error:
         raise ConfigError(
             f"model.init: cannot read {path}: {error.strerror}. It must be a folder that `save_pretrained` wrote;"
@@ -150,14 +154,20 @@ def read_family(folder: Path) -> tuple[str, dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"model.init: {path} is not JSON: {error}") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in FAMILIES:
-        raise ConfigError(f"model.init: {path} has model_type {kind!r}; Stretto can be one of {', '.join(FAMILIES)}")
+    if kind not in list(FAMILIES):  # it may be of any type
+        raise ConfigError(
+            f"model.init: {path} has model_type {show(kind)}; Stretto can be one of {', '.join(FAMILIES)}"
+        )
     return kind, config
 
 
 def read_model(folder: Path) -> dict[str, Any]:
     """The keys of our [model] section that make the same model; a `ConfigError` says what has no counterpart."""
-    return convert_config(*read_family(folder), f"model.init: {folder / 'config.json'}")
+    (kind, config), where = read_family(folder), f"model.init: {folder / 'config.json'}"
+    try:
+        return convert_config(kind, config, where)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # nobody has checked the types in it
+        raise ConfigError(f"{where} has a value of a wrong type: {error}") from error
 
 
 def convert_config(kind: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:

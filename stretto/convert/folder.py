@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
@@ -20,14 +21,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stretto.capacity import require_room_for_weights
 from stretto.config import ModelConfig, build_model_config
 from stretto.convert.families import choose_family, name_architecture, read_family, read_model, write_model, write_rope
 from stretto.convert.names import Match, match, to_ours, to_theirs
 from stretto.data import Tokenizer
 from stretto.data.tokenizer import NUM_BYTES, SPECIALS, ByteTokenizer
 from stretto.errors import CheckpointError, ConfigError, DataError
-from stretto.files import require_empty
+from stretto.files import open_regular, read_text, require_empty
 from stretto.model import AddingNorm, Model, build_model
+from stretto.values import show
 from stretto.weights import Write, initialise, put, take
 
 if TYPE_CHECKING:
@@ -42,6 +45,8 @@ _AROUND = {
     "encoder-decoder": ("$A {eos}", "$A $B {eos}"),
 }
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "pad_token": "pad", "mask_token": "mask"}
+_MOST_BYTES = 1 << 27  # of an index
+_SHIFTED = 1 << 20  # numbers that a table may have besides ours
 _UNKNOWN = ("<unk>", "[UNK]", "<|unk|>")
 
 
@@ -51,9 +56,9 @@ class Tensors:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            files: list[Any] = [safe_open(path, framework="pt") for path in _find_files(folder)]
+            files: list[Any] = [_open_tensors(path) for path in _find_files(folder)]
             self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 
     @property
@@ -70,18 +75,30 @@ class Tensors:
         return value.float()
 
 
+def _open_tensors(path: Path) -> Any:
+    """Opens a file of tensors. Its library checks all that the header says before it reads any tensor, but would wait
+    for a pipe for ever."""
+    open_regular(path).close()
+    return safe_open(path, framework="pt")
+
+
+def _is_inside(name: Any) -> bool:
+    """Says whether this is the name of a file in a folder, and of nothing outside of it."""
+    return isinstance(name, str) and Path(name).name == name and name not in ("", "..") and "\0" not in name
+
+
 def _find_files(folder: Path) -> list[Path]:
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     index = folder / f"{WEIGHTS}.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads(read_text(index, _MOST_BYTES))["weight_map"].values()))
         except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not an index of weights: {error!r}") from error
-        outside = [name for name in names if Path(name).name != name]
+        outside = [name for name in names if not _is_inside(name)]
         if outside:
-            raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file of this folder")
+            raise CheckpointError(f"{index} names {show(outside[0])}, which is not a file of this folder")
         return [folder / name for name in names]
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled:
@@ -99,6 +116,7 @@ def load_weights(folder: Path, model: nn.Module, cfg: ModelConfig, write: Write 
     try:
         tensors = Tensors(folder)
         found = match(name_architecture(read_family(folder)[0], cfg.classes), parameters, tensors.names)
+        _compare_sizes(parameters, found, tensors)
         new = [name for name in parameters if name in found.missing or _is_other_head(name, parameters, found, tensors)]
         for name, parameter in parameters.items():
             if name not in new:
@@ -118,9 +136,20 @@ def _is_other_head(name: str, parameters: Mapping[str, Tensor], found: Match, te
     return name.startswith("head.") and stored.numel() != parameters[name].numel()
 
 
+def _compare_sizes(parameters: Mapping[str, Tensor], found: Match, tensors: Tensors) -> None:
+    """Refuses tensors that are much larger than what they are for, before they are read; `to_ours` compares shapes."""
+    for name, parts in found.places.items():
+        size, shape = sum(tensors.shape(found.stored[part]).numel() for part in parts), parameters[name].shape
+        if not name.startswith("head.") and size > 2 * shape.numel() + _SHIFTED:
+            raise CheckpointError(
+                f"{parts[0]} has {size:,} numbers, but {name} is {list(shape)}: config.json is not its own"
+            )
+
+
 def load_model(folder: Path) -> Model:
     """The folder's model as one of ours, on the CPU and in evaluation mode."""
     cfg = build_model_config(read_model(folder))
+    require_room_for_weights(cfg)
     model = build_model(cfg).to_empty(device="cpu").eval()
     initialise(model, cfg, 0, put)
     load_weights(folder, model, cfg)
@@ -136,8 +165,7 @@ def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels
             " add --fold, which writes a folder for stretto eval and stretto generate"
         )
     config = build_config(model.cfg, tokenizer, labels)
-    draft = target.with_name(f".new-{target.name}")
-    shutil.rmtree(draft, ignore_errors=True)  # what a crash left behind
+    draft = target.with_name(f".new-{target.name}-{uuid.uuid4().hex}")
     try:
         draft.mkdir(parents=True)
         config.save_pretrained(draft)
@@ -193,7 +221,7 @@ def _describe_pixels(cfg: ModelConfig) -> dict[str, Any]:
 def _compare_pixels(folder: Path) -> list[str]:
     """A line for the log if the model was trained on pixels that were normalised in another way than ours."""
     try:
-        theirs = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+        theirs = json.loads(read_text(folder / "preprocessor_config.json", _MOST_BYTES))
         scales = {*theirs.get("image_mean", []), *theirs.get("image_std", [])}
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
         return []  # nothing is known

@@ -6,6 +6,7 @@ before. Read stream.py for that contract, then text.py, pairs.py or images.py.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from stretto.config import DataConfig
@@ -14,6 +15,8 @@ from stretto.data.pairs import PairData, open_pair_data
 from stretto.data.stream import Data
 from stretto.data.text import TextData
 from stretto.data.tokenizer import Store, Tokenizer, load_tokenizer
+from stretto.errors import DataError
+from stretto.files import make_folder, remove_stale_drafts
 
 __all__ = ["Data", "PairData", "Tokenizer", "load_tokenizer", "open_data", "read_image"]
 
@@ -25,10 +28,22 @@ def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0, 
     configuration that came with a run may name any place: without `fill_cache` it is only read. Only images need
     `image_size`.
     """
+    try:
+        return _open(cfg, seed, folder, image_size, fill_cache)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # it is not the data's fault
+        raise DataError(f"the data of data.train = {cfg.train!r} cannot be opened: {error}") from error
+
+
+def _open(cfg: DataConfig, seed: int, folder: Path, image_size: int, fill_cache: bool) -> Data:
     if cfg.task == "images":
         return ImageData(cfg, seed, image_size)
     cache = Path(cfg.cache) if cfg.cache else folder
     store = Store(cache) if fill_cache else Store(folder, read_only=cache)
+    make_folder("data.cache", store.folder)
+    for place in {folder, store.folder}:
+        remove_stale_drafts(place)
     if cfg.task == "translation":
         return open_pair_data(cfg, seed, folder, store)
     return TextData(cfg, seed, folder, store)

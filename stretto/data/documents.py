@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from stretto.capacity import find_machine_memory
 from stretto.errors import DataError
+from stretto.files import open_regular
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_UNPACKED, _SMALL = 50, 1 << 24  # how many times larger a gzip file may get, or how many bytes in any case
+_BUFFER = 1 << 17  # bytes unpacked at a time
+_LONGEST_LINE = 1 << 24  # characters of a line that is a document
 _NAMED = 5  # how many of the files that are left out
 
 
@@ -40,15 +46,46 @@ def find_text_file(key: str, path: Path) -> Path:
 def open_text(path: Path) -> Iterator[IO[str]]:
     """Opens the text of a file. Only "\\n" ends a line, whatever other line separators Unicode knows."""
     try:
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8-sig", newline="\n") as handle:
-            yield handle
+        with open_regular(path) as file, _unpack(path, file) as data:
+            yield io.TextIOWrapper(data, encoding="utf-8-sig", newline="\n")
     except UnicodeDecodeError as error:
         raise NotTextError(f"{path} is not UTF-8 text: convert it, or leave it out") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not a whole gzip file ({error}): fetch it again") from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _unpack(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Yields the bytes of a file, unpacked if its name says that it is packed."""
+    if path.suffix != ".gz":
+        yield file
+        return
+    limit = max(_UNPACKED * os.fstat(file.fileno()).st_size, _SMALL)
+    with gzip.GzipFile(fileobj=file) as unpacked:
+        yield io.BufferedReader(_Limited(path, unpacked, limit), _BUFFER)
+
+
+class _Limited(io.RawIOBase):
+    """The bytes of a gzip file, of which a small one can hold any number: no more than text would have."""
+
+    def __init__(self, path: Path, file: gzip.GzipFile, limit: int) -> None:
+        self._path, self._file, self._left = path, file, limit
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        self._left -= len(data)
+        if self._left < 0:
+            raise DataError(
+                f"{self._path} unpacks to more than {_UNPACKED} times its size, as no text does: unpack it yourself if"
+                " it is right"
+            )
+        buffer[: len(data)] = data
+        return len(data)
 
 
 @dataclass(frozen=True)
@@ -71,6 +108,7 @@ def open_files(name: str, paths: Sequence[Path], *, skip_binary: bool) -> Docume
     def read() -> Iterator[str]:
         for path in paths:
             try:
+                _require_room(path)
                 with open_text(path) as handle:
                     text = handle.read()
             except NotTextError:
@@ -83,12 +121,26 @@ def open_files(name: str, paths: Sequence[Path], *, skip_binary: bool) -> Docume
     return replace(_survey(name, read), left_out=left_out)
 
 
+def _require_room(path: Path) -> None:
+    """Refuses a document of which text and bytes cannot be in memory at the same time."""
+    with suppress(OSError):  # reading it will say more
+        if 2 * path.stat().st_size > find_machine_memory():
+            raise DataError(
+                f"{path} has {path.stat().st_size:,} bytes and is one document, too large for the memory of this"
+                " machine: split it into several files"
+            )
+
+
 def open_lines(path: Path) -> Documents:
     """Opens a file of which each line is one document."""
 
     def read() -> Iterator[str]:
         with open_text(path) as handle:
-            for line in handle:
+            while line := handle.readline(_LONGEST_LINE):
+                if len(line) == _LONGEST_LINE:
+                    raise DataError(
+                        f"{path} has a line of more than {_LONGEST_LINE:,} characters, of which each is read whole"
+                    )
                 yield line.strip()
 
     return _survey(str(path), read)
@@ -137,13 +189,13 @@ def open_documents(key: str, source: str, suffix: str) -> Documents:
     return documents
 
 
-def describe_left_out(files: Set[str]) -> str:
-    """Says behind a sentence how many files of a folder are not text, and names a few of them."""
+def describe_left_out(files: Set[str], kind: str = "UTF-8 text") -> str:
+    """Says behind a sentence how many files of a folder are not of a kind, and names a few of them."""
     if not files:
         return ""
     names = ", ".join(map(repr, sorted(files)[:_NAMED]))
     more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
-    return f"; not UTF-8 text, and left out: {len(files):,} file{'s' if len(files) > 1 else ''}, {names}{more}"
+    return f"; not {kind}, and left out: {len(files):,} file{'s' if len(files) > 1 else ''}, {names}{more}"
 
 
 def _find_files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:

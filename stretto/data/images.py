@@ -7,12 +7,14 @@ needs them, on all cores; an .npz lies in memory as bytes.
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stretto.batch import Batch, Counts
+from stretto.capacity import find_machine_memory
 from stretto.config import DataConfig
+from stretto.data.documents import describe_left_out
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
 from stretto.errors import DataError
+from stretto.files import open_regular
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -35,6 +40,9 @@ FORMATS = {
     ".tiff": "TIFF", ".ppm": "PPM",
 }  # fmt: skip
 SUFFIXES = tuple(FORMATS)
+MOST_PIXELS = 89_478_485  # of an image, where Pillow begins to warn: a small file can unpack to any number of them
+MOST_CLASSES = 1 << 20  # where labels are numbers, and names are made for all up to the largest
+_IDENTIFIED, _AT_LEAST = 1 << 30, 1 << 12  # bytes by which all images are identified, and each of them
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Images:
     labels: Int64s  # [number of images], places in `names`
     fingerprint: str
     read: Callable[[list[int], int], Tensor]  # samples and image size -> float32 [N, 3, size, size] from -1 to 1
+    left_out: Set[str] = frozenset()  # files that are not images by their names
 
     def rename(self, names: tuple[str, ...]) -> Images:
         """Numbers the classes as another set does, which must have all of these."""
@@ -55,15 +64,18 @@ class Images:
 
 def open_folder(key: str, folder: Path) -> Images:
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
-    found = [sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES) for path in classes]
+    inside = [sorted(p for p in path.rglob("*") if not p.is_dir()) for path in classes]
+    found = [[p for p in some if p.suffix.lower() in SUFFIXES] for some in inside]
+    left_out = {str(p) for some in inside for p in some} - {str(p) for some in found for p in some}
     labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in found]).astype(np.int64)
     paths = [path for some in found for path in some]
     if not paths:
-        raise DataError(f"{key} = {str(folder)!r}: no images in it; it should have one folder of them per class")
-    # Names and sizes: reading every image only to see whether one has changed would take as long as an epoch.
-    listing = [(str(path.relative_to(folder)), path.stat().st_size) for path in paths]
-    fingerprint = hashlib.sha256(repr(listing).encode()).hexdigest()
+        raise DataError(
+            f"{key} = {str(folder)!r}: no images in it; it should have one folder of them per class"
+            + describe_left_out(left_out, "images")
+        )
     threads = ThreadPoolExecutor(thread_name_prefix="decode")
+    fingerprint = _identify(folder, paths, threads)
 
     def read(samples: list[int], image_size: int) -> Tensor:
         """Reads files by many threads, which Pillow lets work at the same time; without torch, whose operators would
@@ -73,18 +85,66 @@ def open_folder(key: str, folder: Path) -> Images:
             pass  # but raise what went wrong
         return pixels
 
-    return Images(tuple(path.name for path in classes), labels, fingerprint, read)
+    return Images(tuple(path.name for path in classes), labels, fingerprint, read, left_out)
+
+
+def _identify(folder: Path, paths: list[Path], threads: ThreadPoolExecutor) -> str:
+    """Returns what changes with the images: all of their bytes where these are few, else as many of each."""
+    most = max(_IDENTIFIED // len(paths), _AT_LEAST)
+
+    def look(path: Path) -> tuple[str, int, str]:
+        try:
+            with open_regular(path) as file:
+                begin, size = file.read(most), os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"cannot read the image {path}: {error.strerror}") from error
+        return path.relative_to(folder).as_posix(), size, hashlib.sha256(begin).hexdigest()
+
+    return hashlib.sha256(repr(list(threads.map(look, paths))).encode()).hexdigest()
+
+
+def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """Reads an .npz, after what it says of its sizes: a small one can unpack to any number of bytes."""
+    with open_regular(path) as file, zipfile.ZipFile(file) as packed:
+        members = {member.filename.removesuffix(".npy"): member for member in packed.infolist()}
+        chosen = [members[name] for name in ("images", "labels", "names") if name in members]
+        total = sum(member.file_size for member in chosen)
+        if total > find_machine_memory():
+            raise ValueError(f"it unpacks to {total:,} bytes, more than the memory of this machine")
+        for member in chosen:
+            with packed.open(member) as head:
+                _check_header(member.filename, head, member.file_size)
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in ("images", "labels", "names") if name in members}
+
+
+def _check_header(name: str, file: IO[bytes], size: int) -> None:
+    """Compares what an array says of its shape with its bytes: numpy takes the memory first, and reads then."""
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"{name} has format {version}, which is not known here")
+    shape, _, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects as a pickle, which could run any code")
+    if math.prod(shape) * dtype.itemsize > size:
+        raise ValueError(f"{name} has shape {list(shape)}, but only {size:,} bytes")
 
 
 def open_arrays(key: str, path: Path) -> Images:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            images, labels, names = arrays["images"], arrays["labels"], arrays.get("names")
-    except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        arrays = _read_arrays(path)
+        images, labels, named = arrays["images"], arrays["labels"], arrays.get("names")
+    except Exception as error:  # of the many kinds that zip files and arrays have
         raise DataError(f"{key}: {path} is not an .npz with arrays `images` and `labels`: {error}") from error
     images, labels = _check_images(f"{key}: {path}", images), _check_labels(f"{key}: {path}", labels, len(images))
     num_classes = int(labels.max()) + 1
-    names = tuple(map(str, range(num_classes) if names is None else names))
+    if num_classes > MOST_CLASSES:
+        raise DataError(
+            f"{key}: {path} has the label {num_classes - 1:,}; there can be {MOST_CLASSES:,} classes at most"
+        )
+    names = tuple(map(str, range(num_classes) if named is None else named))
     if len(names) < num_classes:
         raise DataError(f"{key}: {path} has labels up to {num_classes - 1} but only {len(names)} `names`")
 
@@ -128,9 +188,13 @@ def _read_into(pixels: npt.NDArray[np.float32], path: Path) -> None:
 
     _, height, width = pixels.shape
     try:
-        with Image.open(path, formats=sorted(set(FORMATS.values()))) as image:
+        with open_regular(path) as file, Image.open(file, formats=sorted(set(FORMATS.values()))) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"it has {image.width:,} x {image.height:,} pixels, more than {MOST_PIXELS:,}")
             resized = _as_rgb(path, image).resize((width, height), Image.Resampling.BICUBIC)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # Pillow's readers raise anything, if only a byte is wrong
         raise DataError(f"cannot read the image {path}: {error}") from error
     pixels[:] = np.asarray(resized).transpose(2, 0, 1)
     _normalise(pixels)
@@ -197,6 +261,7 @@ class ImageData(Data):
         return (
             f"{self._cfg.train}: {self.num_train:,} images of {len(self.labels)} classes; "
             f"evaluation: {len(self._eval_samples):,} images"
+            + describe_left_out(self._train.left_out | self._held_out.left_out, "images")
         )
 
     def _batch(self, images: Images, samples: Int64s) -> Batch:

@@ -40,8 +40,7 @@ def _hold_out(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
         cut = int(tokens.starts[num_documents])
     else:
         cut = len(tokens.ids) - count_held_out(len(tokens.ids), share)
-    before, after = tokens.starts[tokens.starts < cut], tokens.starts[tokens.starts > cut] - cut
-    return Tokens(tokens.ids[:cut], np.append(before, cut)), Tokens(tokens.ids[cut:], np.insert(after, 0, 0))
+    return tokens.cut(cut)
 
 
 class TextData(Data):
@@ -100,7 +99,7 @@ class TextData(Data):
     def _batch(self, tokens: Tokens, windows: Sequence[int], purpose: Purpose, position: int) -> Batch:
         """Makes a batch of windows. Masks are drawn by `position`, the place of the first window in its stream."""
         length = self._cfg.seq_len
-        rows = tokens.ids[np.array(windows)[:, None] * length + np.arange(length + 1)].astype(np.int64)
+        rows = tokens.take(np.array(windows)[:, None] * length + np.arange(length + 1))
         begins = self._find_begins(tokens, windows)
         ids = rows[:, :-1]
         if self._cfg.task == "causal":

@@ -17,16 +17,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stretto.errors import DataError
-from stretto.files import write_text
+from stretto.files import read_text, write_text
+from stretto.values import MOST_TOKENS
 
 if TYPE_CHECKING:
     import tokenizers
 
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<mask>")
 NUM_BYTES = 256
+_MOST_BYTES = 1 << 29  # of a tokenizer.json
 
 # What published tokenizers call each role, best first. One token may play several: GPT-2 has only <|endoftext|>,
 # and the models without a bos (T5, Marian) begin with <pad>.
@@ -137,7 +139,10 @@ class LibraryTokenizer(Tokenizer):
         raise DataError(f"{self._name} has no {role} token (looked for {', '.join(_NAMES[role])}): add one to it")
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        try:
+            encoded = [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{self._name} cannot encode the text: {error}") from error
         if self._leaked:
             encoded = [[i for i in ids if i not in self._leaked] for ids in encoded]
         return encoded
@@ -177,14 +182,26 @@ def load_tokenizer(path: Path) -> Tokenizer:
     import tokenizers
 
     try:
-        text = path.read_text(encoding="utf-8")
-        if json.loads(text) == {"stretto": "bytes"}:
+        text = read_text(path, _MOST_BYTES)
+        tree = json.loads(text)
+        if tree == {"stretto": "bytes"}:
             return ByteTokenizer()
+        _check_ids(tree)
         return LibraryTokenizer(tokenizers.Tokenizer.from_str(text), str(path))
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from error
     except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{path} is not a tokenizer: {error}") from error
+
+
+def _check_ids(tree: Any) -> None:
+    """Raises a `ValueError` for ids that no vocabulary has: the library makes tables up to the largest, and ends the
+    process where memory does not suffice."""
+    vocab, added = tree["model"]["vocab"], tree.get("added_tokens") or []
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token["id"] for token in added)]
+    wrong = [i for i in ids if type(i) is not int or not 0 <= i < MOST_TOKENS]
+    if wrong:
+        raise ValueError(f"it has the id {wrong[0]!r}, which is not between 0 and {MOST_TOKENS:,}")
 
 
 def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str, store: Store) -> Tokenizer:

@@ -109,7 +109,9 @@ def test_a_header_that_is_nested_too_deeply(path: Path) -> None:
 
 def test_id_beyond_the_vocabulary(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BYTES, "size", 258)
-    with pytest.raises(DataError, match=r"made\.tokens is damaged: it holds id 258, but the tokenizer has only 258"):
+    with pytest.raises(
+        DataError, match=r"made\.tokens is damaged: it holds id 258 at byte 1070, but the tokenizer has only 258"
+    ):
         read_tokens(path, BYTES, "origin")
 
 

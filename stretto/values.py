@@ -1,0 +1,54 @@
+"""The values of a recipe: read from text, checked for a range that all has a place for, and shown in errors.
+
+A recipe may come from a stranger. What no recipe ever has, but would keep a parser busy for hours or make it fail in
+ways of its own, is refused here, so that a configuration is either right or a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+from stretto.errors import ConfigError
+
+MOST_BYTES = 1 << 18  # of a recipe
+MOST_DOTS = 100  # in a line of it; the parser's time grows with the square of the parts of a key
+MOST_TOKENS = 1 << 24  # of a vocabulary: the largest have a tenth of it, and the libraries abort where memory ends
+SHOWN = 200  # characters of a value in a message
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Reads TOML; a `ValueError` where it is none."""
+    if any(line.count(".") > MOST_DOTS for line in text.split("\n")):
+        raise ValueError(f"a line has more than {MOST_DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def check_range(key: str, value: Any) -> Any:
+    """Returns a value that files, libraries and devices have a place for; a `ConfigError` names the key of others."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{key} = {show(value)} must be between -2**63 and 2**63 - 1")
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        raise ConfigError(f"{key} = {value!r} must be finite")
+    if isinstance(value, str) and ("\0" in value or is_broken(value)):
+        raise ConfigError(f"{key} = {show(value)} must be UTF-8 text without NUL")
+    return value
+
+
+def is_broken(text: str) -> bool:
+    """Says whether it has bytes of a command line that are no UTF-8: Python keeps these as surrogates."""
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def show(value: Any) -> str:
+    """Returns the value for a message: short, and without surrogates. Python refuses to write out very long numbers."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"a number of {value.bit_length():,} bits"
+    try:
+        text = ascii(value) if isinstance(value, str) and is_broken(value) else repr(value)
+    except (ValueError, RecursionError):
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
