@@ -44,9 +44,9 @@ WAYS: dict[str, dict[str, Any]] = {
 KILLS = 3  # of each way, if all are tried
 
 
-def make_tree(folder: Path, way: str) -> Tree:
+def make_tree(folder: Path, way: str, steps: int) -> Tree:
     tree = change(
-        base(folder), parallel__data="shard", train__steps=80, train__micro_batches=2, train__eval_every=10,
+        base(folder), parallel__data="shard", train__steps=steps, train__micro_batches=2, train__eval_every=10,
         train__eval_batches=2, checkpoint__every=2, optim__schedule="constant",
     )  # fmt: skip
     return change(tree, **WAYS[way])
@@ -73,7 +73,7 @@ def test_two_processes_killed_at_random_end_with_the_same_bits(
 ) -> None:
     if not whole and way != "every technique":
         pytest.skip("the quick part kills two processes with every technique")
-    kills, tree = KILLS if whole else 2, make_tree(tmp_path, way)
+    kills, tree = KILLS if whole else 2, make_tree(tmp_path, way, 80 if whole else 50)
     wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree), 2))
     run = run_and_kill(server, write_recipe(tmp_path, "killed", tree), random.Random(way), kills)
     assert find_differences(run, wanted) == []
@@ -95,7 +95,7 @@ def is_near(folder: Path, wanted: Ending) -> bool:
 
 @pytest.mark.fault("E1")
 def test_what_two_processes_saved_is_loaded_by_one_and_by_four(server: Server, tmp_path: Path) -> None:
-    tree = change(make_tree(tmp_path, "fused, lean, dropped"), train__micro_batches=4, train__steps=6, optim__eps=1e-4)
+    tree = change(make_tree(tmp_path, "fused, lean, dropped", 6), train__micro_batches=4, optim__eps=1e-4)
     server.run(write_recipe(tmp_path, "two", tree), 2)
     wanted = go_on(server, tmp_path, tree, 2)
     for world in (1, 4):
@@ -105,7 +105,7 @@ def test_what_two_processes_saved_is_loaded_by_one_and_by_four(server: Server, t
 
 @pytest.mark.control("E1")
 def test_moments_that_one_process_did_not_load_are_missed(server: Server, tmp_path: Path) -> None:
-    tree = change(make_tree(tmp_path, "plain"), train__steps=6, optim__eps=1e-4)
+    tree = change(make_tree(tmp_path, "plain", 6), optim__eps=1e-4)
     server.run(write_recipe(tmp_path, "two", tree), 2)
     wanted = go_on(server, tmp_path, tree, 2)
     go_on(server, tmp_path, tree, 1, "forget moments")
