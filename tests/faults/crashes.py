@@ -74,11 +74,16 @@ def save_parts(folder: Path) -> None:
     drafts.publish(draft, make_shot(NEW).state, keep=2, parts=2)
 
 
+def make_two(folder: Path) -> Path:
+    for step in (BEST, OLD):
+        checkpoint.save(folder, make_shot(step), keep=2)
+    return folder
+
+
 def make_states(root: Path) -> dict[str, tuple[Path, Callable[[Path], None]]]:
     """Folders as a save may find them, and the save."""
     plain, damaged, left, many = (root / name for name in ("plain", "damaged", "left", "many"))
-    for step in (BEST, OLD):
-        checkpoint.save(plain, make_shot(step), keep=2)
+    make_two(plain)
     (plain / ".mine").mkdir()
     for other in (damaged, left, many):
         shutil.copytree(plain, other)

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,23 +30,16 @@ from stretto.saving import Saver
 from stretto.train import train
 from tests.faults.configs import config_of
 from tests.faults.conftest import Tally
-from tests.faults.crashes import BEST, NEW, OLD, equals, make_shot, save_whole
-from tests.faults.disks import Disk, FullDisk, draw
+from tests.faults.crashes import BEST, NEW, OLD, equals, make_shot, make_two, save_whole
+from tests.faults.disks import Disk, FullDisk, draw, fast
 from tests.runs import PATIENCE_S, MakeConfig
-from tests.test_checkpoint import Training
+from tests.trainings import Training
 
 ROOT = Path(__file__).parents[2]
 CPU = Runtime(torch.device("cpu"))
 
 
-@pytest.fixture
-def fast(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where flushing costs nothing."""
-    shared = Path("/dev/shm")
-    folder = shared / f"stretto-{os.getpid()}-{tmp_path.name}" if shared.is_dir() else tmp_path / "fast"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
+__all__ = ["fast"]  # a fixture
 
 
 def crash(folder: Path, row: str, number: int, control: bool = False) -> dict[str, Any]:
@@ -113,12 +106,6 @@ def find_power_losses(
                 losses.append(f"after {after} changes step {newest} has other values")
             shutil.rmtree(target)
     return tried, losses
-
-
-def make_two(folder: Path) -> Path:
-    for step in (BEST, OLD):
-        checkpoint.save(folder, make_shot(step), keep=2)
-    return folder
 
 
 @pytest.mark.fault("K3")
