@@ -399,6 +399,20 @@ def test_an_error_that_nobody_asks_for_is_lost(make_config: MakeConfig, monkeypa
     assert checkpoint.steps(Path(config.run.dir) / "checkpoints") == [8]
 
 
+@pytest.mark.dist
+@pytest.mark.fault("C4")
+def test_an_error_in_one_of_two_processes_ends_both_with_its_code(fast: Path) -> None:
+    for codes in crash(fast, "C4", 2).values():
+        assert codes[:4] == [9, 9, OLD, []]
+        assert codes[4] < 30, "nobody waits for the part that does not come"
+
+
+@pytest.mark.dist
+@pytest.mark.control("C4")
+def test_an_error_that_is_not_agreed_on_stays_where_it_is(fast: Path) -> None:
+    assert crash(fast, "C4", 1, control=True)["0"][:2] != [9, 9]
+
+
 @pytest.mark.fault("C4")
 def test_a_second_save_and_the_end_wait_for_the_first(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
