@@ -132,11 +132,13 @@ def run_loop(run: Run, report: Report) -> None:
         with meter.paused():
             better = _due(cfg.eval_every, run) and evaluate_now(run, report)
             if better or saves:
-                save(run, wait=bool(stop) or run.step == total)
+                save(run)
         if stop and run.step < total:
+            run.saver.settle()
             way = "the same command with --resume goes on from there"
             kept = way if run.config.checkpoint.keep else "nothing was saved, since checkpoint.keep = 0"
             raise Preempted(f"stopped after step {run.step} of {total}; {kept}")
+    run.saver.settle()
     if first < total:
         report.memory_line(run.config, parts.update.optimizer, rt)
         seconds = {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
@@ -154,8 +156,8 @@ def evaluate_now(run: Run, report: Report) -> bool:
     return True
 
 
-def save(run: Run, wait: bool) -> None:
-    """Copies the state, which a thread writes; an error of the last save is raised. `wait`: until it is on the disk."""
+def save(run: Run) -> None:
+    """Copies the state, which a thread writes while training goes on. An error of the last save is raised here."""
     run.saver.settle()
     run.parts.update.guard.check(run.step)
     if not run.config.checkpoint.keep:
@@ -172,8 +174,6 @@ def save(run: Run, wait: bool) -> None:
     }
     others = run.parts.techniques.dump()
     run.saver.start(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state, others, run.saves))
-    if wait:
-        run.saver.settle()
 
 
 def load_latest(run: Run) -> None:

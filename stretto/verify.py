@@ -90,7 +90,16 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "state.json").read_text())
+    """Reads the state. What matches its manifest may still be another thing: whoever wrote it has sealed it."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_text())
+        kinds = {"step": int, "best_step": int, "tokens": int, "scaler": dict, "guard": dict, "identity": dict}
+        wrong = [key for key, kind in kinds.items() if key in state and not isinstance(state[key], kind)]
+        if wrong or not isinstance(state, dict) or not {"step", "best_step"} <= state.keys():
+            raise ValueError(f"it has no right {wrong[0] if wrong else 'step'}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{checkpoint / 'state.json'} is not the state of a run: {error}") from error
+    return state
 
 
 def find_manifest_flaw(manifest: dict[str, Any]) -> str | None:
@@ -116,9 +125,12 @@ def steps(folder: Path) -> list[int]:
     return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
-def find_newest(folder: Path) -> int | None:
-    """Finds the newest step that verifies; damaged checkpoints are named and passed over."""
+def find_newest(folder: Path, before: int | None = None) -> int | None:
+    """Finds the newest step that verifies, of those before another one if that is given; damaged checkpoints are named
+    and passed over."""
     for step in steps(folder):
+        if before is not None and step >= before:
+            continue
         damage = find_damage(folder / name_step(step))
         if damage is None:
             return step
