@@ -131,9 +131,12 @@ def sync(path: Path) -> None:
 def refuse_links(run: Path) -> None:
     """Raises a `CheckpointError` if anything that a run writes to is a link. The run folder itself may be one."""
     inside = (path for top in RUN_FOLDERS for path in (run / top).rglob("*"))
-    for path in (*(run / name for name in (*RUN_FILES, *RUN_FOLDERS)), *inside):
-        if path.is_symlink():
-            raise CheckpointError(
-                f"{path} is a link to {os.readlink(path)}, and a run would write through it: put the file itself in"
-                " its place, or delete the link"
-            )
+    try:
+        links = [path for path in (*(run / name for name in (*RUN_FILES, *RUN_FOLDERS)), *inside) if path.is_symlink()]
+    except OSError as error:
+        raise CheckpointError(f"{run} cannot be read, though it may be whole ({error}): try again later") from error
+    for path in links:
+        raise CheckpointError(
+            f"{path} is a link to {os.readlink(path)}, and a run would write through it: put the file itself in its"
+            " place, or delete the link"
+        )

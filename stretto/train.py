@@ -234,7 +234,7 @@ def evaluate_now(run: Run, report: Report) -> bool:
 
 
 def save(run: Run) -> None:
-    """Copies the state, which a thread writes; an error of the last save is raised."""
+    """Copies the state, which a thread writes while training goes on. An error of the last save is raised here."""
     run.saver.settle()
     look_at_guard(run)
     if not run.config.checkpoint.keep:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import pickle
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +16,10 @@ from torch import Tensor, nn
 
 from stretto import checkpoint, drafts, verify
 from stretto.checkpoint import Snapshot
-from stretto.config import FusedConfig, ModelConfig, OptimConfig
+from stretto.config import FusedConfig
 from stretto.errors import CheckpointError, DiskFullError, NonFiniteError
-from stretto.model import Model, build_model
-from stretto.optim import clip_gradients, weight_writer
-from stretto.weights import initialise
-from tests.models import build_adamw
-from tests.ops.checks import DEVICE
+from tests.faults.disks import Failing, flip
+from tests.trainings import Training
 
 
 def shot(step: int, best_step: int = 0) -> Snapshot:
@@ -42,12 +37,6 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -184,7 +173,6 @@ def test_a_manifest_cannot_point_outside(tmp_path: Path) -> None:
     assert checkpoint.find_damage(tmp_path / "step-00000001") is not None
 
 
-MODEL = ModelConfig(vocab=40, width=8, heads=2, layers=1, max_len=8)
 WAYS: list[FusedConfig | None] = [None]
 WAYS += [
     FusedConfig(weights=weights, moments=moments)  # type: ignore[arg-type]
@@ -194,36 +182,6 @@ WAYS += [
 
 def named(way: FusedConfig | None) -> str:
     return "torch" if way is None else f"{way.weights}-{way.moments}"
-
-
-class Training:
-    """A small model under an optimizer, fed with made-up gradients."""
-
-    def __init__(self, way: FusedConfig | None) -> None:
-        narrow = way is not None and way.weights != "fp32"
-        self.model: Model = build_model(MODEL).to(torch.bfloat16 if narrow else torch.float32).to_empty(device=DEVICE)
-        self.model.get_parameter("decoder.norm.bias").requires_grad_(False)
-        self.optimizer = build_adamw(self.model, OptimConfig(lr=1e-2, beta2=0.999), way, seed=4)
-        initialise(self.model, MODEL, 0, weight_writer(self.optimizer))
-
-    def run(self, first: int, last: int) -> Training:
-        for step in range(first, last):
-            generator = torch.Generator().manual_seed(step)
-            for p in self.model.parameters():
-                if p.requires_grad:
-                    gradient = torch.randn(p.shape, generator=generator).bfloat16()  # the same for every precision
-                    p.grad = gradient.to(p.device, p.dtype)
-            clip_gradients(self.model, self.optimizer, 1.0)
-            self.optimizer.step()
-        return self
-
-    def shot(self, step: int) -> Snapshot:
-        return checkpoint.snapshot(self.model, self.optimizer, {"step": step, "best_step": 0})
-
-    def resume(self, shot: Snapshot) -> Training:
-        checkpoint.restore_weights(self.model, shot, weight_writer(self.optimizer))
-        checkpoint.restore_moments(self.model, self.optimizer, shot)
-        return self
 
 
 def assert_same(one: Snapshot, two: Snapshot) -> None:
@@ -274,25 +232,6 @@ def test_a_checkpoint_moves_between_all_ways(old: FusedConfig | None, new: Fused
 def test_split_and_fp32_weights_train_alike_from_the_same_first_values() -> None:
     fp32, split = (Training(FusedConfig(weights=kind)).run(0, 5).shot(5) for kind in ("fp32", "split"))
     assert_same(fp32, split)
-
-
-class Failing:
-    """Some of the next calls that open or stat a file of a folder fail, as a network file system may."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, failing: range, number: int) -> None:
-        self.calls = 0
-        for module, name in ((io, "open"), (os, "stat")):
-            patch.setattr(module, name, self.wrap(getattr(module, name), str(folder), failing, number))
-
-    def wrap(self, real: Callable[..., Any], folder: str, failing: range, number: int) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(path, str | Path) and str(path).startswith(folder):
-                self.calls += 1
-                if self.calls - 1 in failing:
-                    raise OSError(number, os.strerror(number), str(path))
-            return real(path, *args, **kwargs)
-
-        return call
 
 
 @pytest.fixture

@@ -96,6 +96,24 @@ class Training:
         return self
 
 
+def save_together(folder: Path, shot: checkpoint.Snapshot) -> None:
+    """Every process writes its own rows; the main process publishes."""
+    draft, parts = drafts.name_draft(folder, shot.state["step"], "0" * 32), dist.get_world_size()
+    drafts.write_part(draft, shot, dist.get_rank(), parts)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        drafts.publish(draft, shot.state, keep=1, parts=parts)
+
+
+def deal_out_again(out: Path) -> None:
+    """Loads what other processes have saved, and saves it, as many as there are now."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    for name, way in WAYS.items():
+        stored = checkpoint.open_stored(out / "whole" / name, 6)
+        save_together(out / f"dealt to {dist.get_world_size()}" / name, Training(way).resume(stored).shot(6))
+    dist.destroy_process_group()
+
+
 def main(out: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     sizes = {}
@@ -107,11 +125,7 @@ def main(out: Path) -> None:
             "resumed": Training(way).resume(checkpoint.open_stored(out / "one" / name, 3)).run(3, 6).shot(6),
         }
         for kind, shot in shots.items():
-            draft = drafts.name_draft(out / kind / name, 6, "0" * 32)
-            drafts.write_part(draft, shot, dist.get_rank(), parts=2)
-            dist.barrier()
-            if dist.get_rank() == 0:
-                drafts.publish(draft, shot.state, keep=1, parts=2)
+            save_together(out / kind / name, shot)
     (out / f"sizes.{dist.get_rank()}.json").write_text(json.dumps(sizes))
     dist.destroy_process_group()
 
@@ -121,20 +135,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flat")
     for name, way in WAYS.items():
         checkpoint.save(folder / "one" / name, Training(way).run(0, 3, spoil=2).shot(3), keep=1)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(find_port()),
-    ]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.distributed.test_flat_adamw", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    for processes, action in ((2, "main"), (4, "deal_out_again")):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        done = subprocess.run(
+            [*torchrun, "--master-port", str(find_port()), "-m", "tests.distributed.test_flat_adamw", action,
+             str(folder)],
+            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
 
@@ -157,5 +165,25 @@ def test_parts_are_uneven_and_one_is_empty(runs: Path) -> None:
     assert [size["uneven"] for size in sizes] == [105, 100] and [size["row"] for size in sizes] == [7, 0]
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_what_two_processes_saved_is_dealt_out_to_one_and_to_four(runs: Path, name: str) -> None:
+    """Bit for bit, and in each process only what it needs: of two that saved, and of four, each has a part."""
+    two, four = runs / "whole" / name, runs / "dealt to 4" / name
+    saved = checkpoint.load(two, 6)
+    alone = Training(WAYS[name]).resume(checkpoint.open_stored(two, 6)).shot(6)
+    for found in (
+        checkpoint.load(four, 6),
+        alone,
+        Training(WAYS[name]).resume(checkpoint.open_stored(four, 6)).shot(6),
+    ):
+        for mine, theirs in ((saved.weights, found.weights), (saved.moments, found.moments)):
+            assert mine.keys() == theirs.keys() and all(torch.equal(theirs[key], mine[key]) for key in mine)
+    for folder, parts in ((two, 2), (four, 4)):
+        files = sorted(path.name for path in (folder / "step-00000006").glob("model*"))
+        assert files == [f"model-{i:05d}-of-{parts:05d}.safetensors" for i in range(1, parts + 1)]
+        sizes = [path.stat().st_size for path in (folder / "step-00000006").glob("optimizer*")]
+        assert max(sizes) < 0.8 * sum(sizes), "nobody has it all"
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    {"main": main, "deal_out_again": deal_out_again}[sys.argv[1]](Path(sys.argv[2]))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from stretto import checkpoint, drafts, runtime, saving, verify
 from stretto.checkpoint import Snapshot
 from stretto.config import RunConfig
-from stretto.errors import StrettoError
+from stretto.errors import DiskFullError, StrettoError
 from stretto.pieces import Rows
 from stretto.verify import name_step
 
@@ -74,11 +74,16 @@ def save_parts(folder: Path) -> None:
     drafts.publish(draft, make_shot(NEW).state, keep=2, parts=2)
 
 
+def make_two(folder: Path) -> Path:
+    for step in (BEST, OLD):
+        checkpoint.save(folder, make_shot(step), keep=2)
+    return folder
+
+
 def make_states(root: Path) -> dict[str, tuple[Path, Callable[[Path], None]]]:
     """Folders as a save may find them, and the save."""
     plain, damaged, left, many = (root / name for name in ("plain", "damaged", "left", "many"))
-    for step in (BEST, OLD):
-        checkpoint.save(plain, make_shot(step), keep=2)
+    make_two(plain)
     (plain / ".mine").mkdir()
     for other in (damaged, left, many):
         shutil.copytree(plain, other)
@@ -260,6 +265,34 @@ def kill_one_of_two(root: Path, rounds: int, control: bool) -> dict[str, Any]:
     return {"tried": rounds, "losses": losses, "slowest": slowest, "codes": codes}
 
 
+def fail_one_of_two(root: Path, number: int, control: bool) -> dict[str, Any]:
+    """C4. The disk of one process is full: the exit codes of both, what is left, and how long it took. As control, the
+    error stays where it is."""
+    folder, _ = make_states(root / "states")["plain"]
+    real = drafts.write_part
+
+    def write_part(failing: int, draft: Path, shot: Snapshot, rank: int, parts: int) -> None:
+        if rank == failing:
+            raise DiskFullError("the disk is full")
+        real(draft, shot, rank, parts)
+
+    def save(rank: int, failing: int, here: Path, store: Path) -> None:
+        saving.write_part = partial(write_part, failing)  # type: ignore[attr-defined]
+        if control:
+            patch("stretto.saving.Saver._gather_codes", lambda saver: [0, 0]).start()
+        save_together(here, store, rank, lambda: None)
+
+    found = {}
+    for failing in range(number):
+        here, store = root / f"here{failing}", root / f"store{failing}"
+        shutil.copytree(folder, here)
+        pids = {rank: fork(partial(save, rank, failing, here, store)) for rank in (0, 1)}
+        done = wait_for_both(pids, failing)
+        left = [name for name in os.listdir(here) if name.startswith(".new")]
+        found[str(failing)] = [done["codes"][0], done["codes"][1], checkpoint.find_newest(here), left, done["after"]]
+    return found
+
+
 def wait_for_both(pids: dict[int, int], victim: int) -> dict[str, Any]:
     """The exit codes, and how much longer the survivor took than the one that was killed."""
     codes, times = {}, {}
@@ -274,7 +307,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(False)  # imports much, which no process has to do again
     verify.PAUSES_S = (0.0, 0.0, 0.0)
     work = json.load(sys.stdin)
-    do = {"K1": kill_savers, "K2": kill_one_of_two}[work["row"]]
+    do = {"K1": kill_savers, "K2": kill_one_of_two, "C4": fail_one_of_two}[work["row"]]
     print(json.dumps(do(Path(sys.argv[1]), work["number"], work["control"])))
 
 

@@ -1,11 +1,13 @@
-"""Disks that fail: one that forgets what was not flushed when the power goes, and one that is full after some bytes."""
+"""Disks that fail: that forget what was not flushed when the power goes, that are full, or fail now and then."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,38 @@ class FullFile:
         self.file.write(data[:rest])
         if rest < len(data):
             raise OSError(self.disk.number, os.strerror(self.disk.number))
+
+
+class Failing:
+    """Some of the next calls that open or stat a file of a folder fail, as a network file system may."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, failing: range, number: int) -> None:
+        self.calls = 0
+        for module, name in ((io, "open"), (os, "stat")):
+            patch.setattr(module, name, self.wrap(getattr(module, name), str(folder), failing, number))
+
+    def wrap(self, real: Callable[..., Any], folder: str, failing: range, number: int) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, str | Path) and str(path).startswith(folder):
+                self.calls += 1
+                if self.calls - 1 in failing:
+                    raise OSError(number, os.strerror(number), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, where flushing costs nothing."""
+    shared = Path("/dev/shm")
+    folder = shared / f"stretto-{os.getpid()}-{tmp_path.name}" if shared.is_dir() else tmp_path / "fast"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)

@@ -23,9 +23,8 @@ from stretto.train import train
 from stretto.verify import name_step
 from tests.faults.configs import config_of
 from tests.faults.conftest import Tally
-from tests.faults.crashes import BEST, NEW, OLD, equals, make_shot, save_parts, save_whole
-from tests.faults.test_saves import fast, make_two
-from tests.test_checkpoint import Failing
+from tests.faults.crashes import BEST, NEW, OLD, equals, make_shot, make_two, save_parts, save_whole
+from tests.faults.disks import Failing, fast
 
 __all__ = ["fast"]  # a fixture
 
@@ -330,7 +329,7 @@ def test_an_error_that_passes_would_cost_a_checkpoint(fast: Path, monkeypatch: p
 def test_an_error_that_stays_ends_the_run_and_deletes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "PAUSES_S", (0.0, 0.0, 0.0))
     with monkeypatch.context() as patch:
-        Failing(patch, run / "checkpoints" / name_step(4), range(10_000), errno.EIO)
+        Failing(patch, run / "checkpoints" / name_step(4) / "manifest.json", range(10_000), errno.EIO)
         with pytest.raises(CheckpointError, match="cannot be read, though it may be whole"):
             train(config_of(run, steps=6), resume=True)
     assert checkpoint.steps(run / "checkpoints") == [4, 2]
@@ -366,8 +365,7 @@ def test_a_checkpoint_of_format_1_goes_on(run: Path) -> None:
     """Whole tensors in files of fixed names, as every version until then wrote them."""
     whole = train(config_of(run, steps=6), resume=True)
     expected = checkpoint.load(whole / "checkpoints", 6)
-    for step in (6, 2):
-        shutil.rmtree(run / "checkpoints" / name_step(step))
+    shutil.rmtree(run / "checkpoints" / name_step(6))
     path = run / "checkpoints" / name_step(4)
     manifest = verify.read_manifest(path)
     manifest = {key: manifest[key] for key in ("step", "torch", "files")} | {"format": 1}

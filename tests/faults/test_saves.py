@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,23 +30,16 @@ from stretto.saving import Saver
 from stretto.train import train
 from tests.faults.configs import config_of
 from tests.faults.conftest import Tally
-from tests.faults.crashes import BEST, NEW, OLD, equals, make_shot, save_whole
-from tests.faults.disks import Disk, FullDisk, draw
+from tests.faults.crashes import BEST, NEW, OLD, equals, make_shot, make_two, save_whole
+from tests.faults.disks import Disk, FullDisk, draw, fast
 from tests.runs import PATIENCE_S, MakeConfig
-from tests.test_checkpoint import Training
+from tests.trainings import Training
 
 ROOT = Path(__file__).parents[2]
 CPU = Runtime(torch.device("cpu"))
 
 
-@pytest.fixture
-def fast(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, where flushing costs nothing."""
-    shared = Path("/dev/shm")
-    folder = shared / f"stretto-{os.getpid()}-{tmp_path.name}" if shared.is_dir() else tmp_path / "fast"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
+__all__ = ["fast"]  # a fixture
 
 
 def crash(folder: Path, row: str, number: int, control: bool = False) -> dict[str, Any]:
@@ -113,12 +106,6 @@ def find_power_losses(
                 losses.append(f"after {after} changes step {newest} has other values")
             shutil.rmtree(target)
     return tried, losses
-
-
-def make_two(folder: Path) -> Path:
-    for step in (BEST, OLD):
-        checkpoint.save(folder, make_shot(step), keep=2)
-    return folder
 
 
 @pytest.mark.fault("K3")
@@ -410,6 +397,20 @@ def test_an_error_that_nobody_asks_for_is_lost(make_config: MakeConfig, monkeypa
     monkeypatch.setattr(Saver, "settle", lambda saver: saver.thread and saver.thread.join())
     train(config)
     assert checkpoint.steps(Path(config.run.dir) / "checkpoints") == [8]
+
+
+@pytest.mark.dist
+@pytest.mark.fault("C4")
+def test_an_error_in_one_of_two_processes_ends_both_with_its_code(fast: Path) -> None:
+    for codes in crash(fast, "C4", 2).values():
+        assert codes[:4] == [9, 9, OLD, []]
+        assert codes[4] < 30, "nobody waits for the part that does not come"
+
+
+@pytest.mark.dist
+@pytest.mark.control("C4")
+def test_an_error_that_is_not_agreed_on_stays_where_it_is(fast: Path) -> None:
+    assert crash(fast, "C4", 1, control=True)["0"][:2] != [9, 9]
 
 
 @pytest.mark.fault("C4")
