@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from stretto.config import Config, dump_config
 from stretto.errors import PeerLostError, RepeatedFailure, StrettoError, tell
 from stretto.files import open_in_place, open_new, write_text
 from stretto.plan import advise_on_memory
-from stretto.runtime import Runtime, describe_end, total_memory
+from stretto.runtime import Runtime, describe_end, read_clock, total_memory
 from stretto.version import __version__
 
 EXIT, EVENTS = "exit.json", "events.jsonl"
@@ -46,9 +45,9 @@ def recording_exit(folder: Path, rt: Runtime, config: Config) -> Iterator[None]:
         end = getattr(error, "first", None) or describe_end(error, rt.rank, rt.step)
         same = all(before.get(key) == value for key, value in _find_kind(end, version).items())
         attempts = (before.get("attempts", 1) + 1) if same else 1
-        _write(path, end | {"attempts": attempts, "version": version, "time": round(time.time(), 3)}, error)
+        _write(path, end | {"attempts": attempts, "version": version, "time": read_clock()}, error)
         if rt.is_main and error is not None:
-            _append(folder / EVENTS, {"time": round(time.time(), 3), "ended": end})
+            _append(folder / EVENTS, {"time": read_clock(), "ended": end})
 
     rt.record = record
     try:

@@ -109,11 +109,9 @@ def call_roll(store: dist.Store, rank: int, world: int) -> tuple[dict[str, Any] 
     return first, missing
 
 
-def wait_for_others(store: dist.Store, rank: int, world: int) -> None:
+def wait_for_others(store: dist.Store, others: list[int]) -> None:
     """Lets the others read the store, which this process may hold, before it goes."""
     deadline = time.monotonic() + ROLL_CALL_S
     with suppress(Exception):
-        while time.monotonic() < deadline:
-            if all(store.check([f"{HERE}{r}"]) for r in range(world) if r != rank):
-                return
+        while time.monotonic() < deadline and not all(store.check([f"{HERE}{r}"]) for r in others):
             time.sleep(0.05)

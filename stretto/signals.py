@@ -28,7 +28,7 @@ SAME_REQUEST_S = 5.0  # a control group signals all processes, and a launcher th
 GRACE_S = 5.0  # for the main thread to react
 LAUNCHER = "STRETTO_LAUNCHER"  # the variable with the process that has started this one (launch.py)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-NOTHING_LOST = "stopped before the first step: nothing is lost, and the same command begins or goes on (with --resume)"
+NOTHING_LOST = "stopped by a signal: nothing is lost, and the same command begins or goes on (with --resume)"
 
 
 def stop_early() -> None:
@@ -120,7 +120,7 @@ def watching(state: Stoppable, name: str, speaks: bool, timeout_s: float) -> Ite
     watched = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
     before = {number: signal.signal(number, ask) for number in watched}
     end_with_launcher()
-    with _fatal_errors_shown(), Watch(state, name, timeout_s, asked):
+    with _fatal_errors_shown(), Watch(state, name, timeout_s):
         try:
             yield
         finally:
@@ -131,10 +131,10 @@ def watching(state: Stoppable, name: str, speaks: bool, timeout_s: float) -> Ite
 class Watch(threading.Thread):
     """Sees signals although the main thread may be in a library, and notices when there is no progress."""
 
-    def __init__(self, state: Stoppable, name: str, timeout_s: float, asked: dict[int, float]) -> None:
+    def __init__(self, state: Stoppable, name: str, timeout_s: float) -> None:
         super().__init__(name="watch", daemon=True)
         self.state, self.process, self.patience = state, name, 0.9 * timeout_s
-        self.asked = asked
+        self.heard: dict[int, float] = {}  # when each signal came first, also if the main thread has not heard it yet
         self.end_at, self.end_code = float("inf"), 0
         self.reported = 0.0  # the progress after which it was said that there is none
 
@@ -165,7 +165,7 @@ class Watch(threading.Thread):
         for number in numbers:
             if number not in STOP_SIGNALS:
                 continue
-            if now - self.asked.get(number, now) > SAME_REQUEST_S:
+            if now - self.heard.setdefault(number, now) > SAME_REQUEST_S:
                 self.end_at, self.end_code = min(self.end_at, now + GRACE_S), 128 + number
             elif self.state.on_stop is not None and not self.end_code:
                 self.end_at = min(self.end_at, now + GRACE_S)

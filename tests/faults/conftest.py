@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ import pytest
 from stretto.config import build_config
 from stretto.train import train
 from tests.corpora import write_corpus
+from tests.faults.fleet import Fleet
+from tests.faults.forks import Server
 
 Tally = Callable[[str, int], None]
 
@@ -49,3 +51,25 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(trained_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained_run, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Forks processes that have imported everything."""
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def fleet(server: Server, trained_run: Path, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(server, tmp_path, trained_run)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def fleet_of_module(server: Server, trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(server, tmp_path_factory.mktemp("fleet"), trained_run)
+    yield fleet
+    fleet.close()
