@@ -19,7 +19,7 @@ import torch
 import stretto.train
 from stretto import checkpoint
 from stretto.config import Config
-from stretto.data.stream import prefetch
+from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, NonFiniteError, Preempted
 from stretto.evaluate import evaluate
 from stretto.optim import learning_rate

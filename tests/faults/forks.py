@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.distributed.processes import find_port
 from tests.runs import PATIENCE_S
@@ -130,7 +131,6 @@ def switch_off(mechanism: str) -> None:
     """Leaves out what a row is about, for its negative control."""
     import stretto.ending
     import stretto.execute
-    import stretto.launch
     import stretto.runtime
     import stretto.signals
     from stretto.report import Report
@@ -141,7 +141,7 @@ def switch_off(mechanism: str) -> None:
     elif mechanism == "same request":
         stretto.signals.SAME_REQUEST_S = -1.0
     elif mechanism == "store":
-        stretto.runtime.call_roll = lambda *args: (None, [])
+        patch("stretto.runtime.call_roll", lambda *args: (None, [])).start()
     elif mechanism == "announcement":
         stretto.runtime.Runtime.announce = lambda self, error: None  # type: ignore[method-assign]
     elif mechanism == "watch":
@@ -158,8 +158,9 @@ def switch_off(mechanism: str) -> None:
             if self.file is not None:
                 known = self.path.read_bytes() + json.dumps(values).encode() + b"\n"
                 with self.path.open("wb", buffering=0) as file:
-                    for byte in range(len(known)):
-                        file.write(known[byte : byte + 1])
+                    print("@rewriting", file=sys.stderr, flush=True)
+                    time.sleep(0.5)
+                    file.write(known)
 
         Report.event = rewrite  # type: ignore[method-assign]
     else:
@@ -168,8 +169,9 @@ def switch_off(mechanism: str) -> None:
 
 def become(job: dict[str, Any], rank: int) -> None:
     """What a forked process does; it never returns."""
-    for number, handler in (*((s, signal.SIG_DFL) for s in (15, 1, 10)), (2, signal.default_int_handler)):
-        signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)

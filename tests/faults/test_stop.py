@@ -209,6 +209,8 @@ def test_a_process_alone_hears_a_stop_everywhere(fleet: Fleet, phase: str) -> No
     arguments = sets(train__steps=STEPS, **({"data__tokenizer": "bpe", "data__vocab": 270} if phase == "bpe" else {}))
     run, group = fleet.start("run", fresh=True, faults=[(phase, action, 0, call)], arguments=arguments)
     group.wait_for(f"@{phase}")
+    if phase == "load":
+        group.wait_for("step 2/")  # batches are made ahead
     group.send(signal.SIGTERM, 0)
     assert group.wait(SOON_S) == [0 if phase == "report" else 75], group.log
     assert read_exit(run)["code"] == (0 if phase == "report" else 75), group.log
