@@ -18,6 +18,10 @@ LOOK_S = 0.2  # how often whoever waits looks whether to go on waiting
 CLOSING_S = 5.0  # for the thread to end
 
 
+class Overdue(DataError):
+    """A batch that does not come."""
+
+
 def prefetch(
     make: Callable[[int], X],
     first: int,
@@ -46,15 +50,19 @@ def prefetch(
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()
+    patience = CLOSING_S
     try:
         for i in range(first, last):
             result, error = _wait_for(made, i, patience_s, gives_up)
             if error is not None:
                 raise error
             yield i, result
+    except Overdue:
+        patience = 0  # whoever waits for this process should hear of it now
+        raise
     finally:
         closed.set()
-        thread.join(CLOSING_S)
+        thread.join(patience)
 
 
 def _wait_for(
@@ -70,7 +78,7 @@ def _wait_for(
         with suppress(queue.Empty):
             return made.get(timeout=LOOK_S)
         if time.monotonic() - begin > patience_s:
-            raise DataError(
+            raise Overdue(
                 f"the batch of step {number + 1} was not there after {patience_s:.0f} s: the disk or network that data "
                 "are read from may hang; raise run.timeout_s if it is slow"
             )

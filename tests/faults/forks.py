@@ -81,6 +81,13 @@ def refuse_to_write() -> None:
     raise OSError(5, "Input/output error", "a file")
 
 
+def cut_off_tokens() -> None:
+    """Token files lose their end while they are mapped."""
+    (run,) = (word.partition("=")[2] for word in sys.argv if word.startswith("run.dir="))
+    for path in (Path(run) / "data").glob("*.tokens"):
+        os.truncate(path, 1024)
+
+
 def call_another_collective() -> None:
     import torch
     import torch.distributed as dist
@@ -97,6 +104,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "bug": fail_as_a_bug,
     "memory": fill_memory,
     "io": refuse_to_write,
+    "cut": cut_off_tokens,
     "other": call_another_collective,
 }
 
@@ -175,7 +183,7 @@ def become(job: dict[str, Any], rank: int) -> None:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["processes"])}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job["world"])}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
     code = 1
     try:
@@ -290,10 +298,13 @@ class Server:
         log: Path,
         *arguments: str,
         processes: int = 1,
+        world: int = 0,
         faults: list[tuple[str, str, int | None, int]] | None = None,
         off: tuple[str, ...] = (),
     ) -> Group:
-        job = {"arguments": arguments, "processes": processes, "faults": faults or [], "off": off}
+        """`world`: how many processes they are told that there are, if not as many as are started."""
+        job = {"arguments": arguments, "processes": processes, "world": world or processes, "faults": faults or []}
+        job["off"] = off
         return Group(self, self.ask(job | {"log": str(log), "port": find_port()}), log)
 
     def close(self) -> None:

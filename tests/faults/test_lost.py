@@ -185,6 +185,13 @@ def test_processes_that_call_different_collectives(fleet: Fleet) -> None:
     assert all(group.wait(BOUND_S)), group.log
 
 
+def test_a_process_that_the_system_ends_says_where_it_stood(fleet: Fleet) -> None:
+    """A token file is cut off while it is mapped: reading on is a bus error."""
+    _, group = fleet.start("cut", faults=[("load", "cut", 0, 3)], arguments=LONG)
+    assert group.wait(BOUND_S) == [-signal.SIGBUS], group.log
+    assert "Bus error" in group.log and "in train_batch" in group.log
+
+
 @pytest.mark.fault("O1")
 @pytest.mark.parametrize("phase", ["learn", "apply"])
 def test_memory_is_full_in_one_process(fleet: Fleet, phase: str, whole: bool) -> None:
