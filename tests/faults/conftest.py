@@ -34,6 +34,13 @@ def whole() -> bool:
     return bool(os.environ.get("STRETTO_FAULTS"))
 
 
+@pytest.fixture
+def thorough(whole: bool) -> None:
+    """Of tests that take longer, or try what a quicker one tries in another place: they run in `make faults` alone."""
+    if not whole:
+        pytest.skip("in `make faults`")
+
+
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")

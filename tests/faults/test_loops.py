@@ -114,6 +114,7 @@ def test_a_run_is_killed_while_it_writes_its_log(fleet: Fleet, whole: bool, tall
     assert [event["step"] for event in read_events(run) if "loss" in event] == list(range(1, 9))
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.control("L2")
 def test_a_log_that_is_written_anew_each_time_is_torn(fleet: Fleet) -> None:
     run, group = fleet.start("run", off=("one line at a time",), arguments=sets(train__steps=100_000))
@@ -230,6 +231,7 @@ def launch(*arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.dist
 @pytest.mark.fault("L3")
 def test_a_mistake_is_not_repeated_and_its_code_survives(fleet: Fleet, tmp_path: Path) -> None:
@@ -239,11 +241,10 @@ def test_a_mistake_is_not_repeated_and_its_code_survives(fleet: Fleet, tmp_path:
     assert "start 2" not in done.stderr
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.dist
 @pytest.mark.fault("L3")
-def test_what_was_killed_is_started_again(fleet: Fleet, tmp_path: Path, whole: bool) -> None:
-    if not whole:
-        pytest.skip("in `make faults`")
+def test_what_was_killed_is_started_again(fleet: Fleet, tmp_path: Path) -> None:
     target, log = tmp_path / "run", tmp_path / "log"
     command = [sys.executable, "-m", "stretto", "launch", "-n", "2", "--restarts", "1", "train", str(fleet.recipe)]
     with log.open("w") as output:

@@ -112,11 +112,10 @@ def test_signals() -> None:
     assert "saving before the next step" in errors and "the same signal 2 s from now, or later" in errors
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.control("S2")
-def test_without_the_watch_a_library_keeps_the_process_alive(whole: bool) -> None:
+def test_without_the_watch_a_library_keeps_the_process_alive() -> None:
     """The call is one that ends by itself: only then Python hears of the signals, and takes them for one."""
-    if not whole:
-        pytest.skip("in `make faults`")
     name = "int twice, in a library"
     off = "signals.Watch.look = lambda self: None; forks.ITERATIONS = 2 * 10**7"
     codes, _ = watch({name: SCENARIOS[name][:2]}, off)
@@ -145,7 +144,7 @@ PHASES: dict[str, tuple[str, int | None, int, int]] = {
     "evaluate": ("pause", None, 0, 1),
     "save": ("pause", 0, 1, 1),
 }
-QUICK = ("tokenise", "step", "load", "evaluate", "save")
+QUICK = ("tokenise", "step", "evaluate")
 
 
 def stop_in(fleet: Fleet, phase: str, name: str, *off: str) -> tuple[Path, Group]:
@@ -193,6 +192,7 @@ def test_one_process_is_told_to_stop(fleet: Fleet, undisturbed: Path, phase: str
     tally("stops", 1)
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.dist
 @pytest.mark.control("S1")
 def test_processes_that_obey_their_own_flag_alone_lose_each_other(fleet: Fleet) -> None:
@@ -277,6 +277,7 @@ def test_a_signal_to_launcher_and_workers_together_saves_once(
         tally("rounds", 1)
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.dist
 @pytest.mark.control("S3")
 def test_a_second_signal_that_is_another_request_loses_the_save(fleet: Fleet) -> None:
@@ -290,12 +291,11 @@ def test_a_second_signal_that_is_another_request_loses_the_save(fleet: Fleet) ->
     assert group.wait(SOON_S) != [75, 75] and checkpoint.steps(run / "checkpoints")[0] == 4, group.log
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="the system tells children that their parent died")
 @pytest.mark.fault("S3")
-def test_workers_save_and_end_when_their_launcher_is_killed(fleet: Fleet, tmp_path: Path, whole: bool) -> None:
-    if not whole:
-        pytest.skip("in `make faults`")
+def test_workers_save_and_end_when_their_launcher_is_killed(fleet: Fleet, tmp_path: Path) -> None:
     target, log = tmp_path / "run", tmp_path / "log"
     launcher = run_launched(target, fleet.recipe, log)
     wait_for(log, "step 3/", launcher)

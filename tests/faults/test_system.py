@@ -66,6 +66,8 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("thorough")
+@pytest.mark.fault("H1")
 def test_the_group_cannot_be_made(fleet: Fleet) -> None:
     """The other process does not come: the same clear error as for one that is lost later."""
     _, group = fleet.start("run", processes=1, world=2, arguments=sets(run__timeout_s=2))
