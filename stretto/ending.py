@@ -25,6 +25,7 @@ from stretto.version import __version__
 
 EXIT, EVENTS = "exit.json", "events.jsonl"
 MOST_ATTEMPTS = 3
+BEFORE = "stretto/before"  # the key in the store of the processes
 NO_FAILURES = (0, 75, 130)
 
 
@@ -34,7 +35,7 @@ def recording_exit(folder: Path, rt: Runtime, config: Config) -> Iterator[None]:
     what has failed too often. While there is no exit.json, the run goes on, or was killed. Every process may write it,
     once the main process holds the lock."""
     path, version = folder / EXIT, _identify(config)
-    before = _read(path)
+    before = _share(rt, _read(path))
     rt.advise = lambda: advise_on_memory(config, total_memory(rt.device), rt.world)
     if rt.is_main:
         _refuse_repetition(path, before, version)
@@ -61,6 +62,15 @@ def recording_exit(folder: Path, rt: Runtime, config: Config) -> Iterator[None]:
         raise cause from error
     if rt.is_main:
         record(None)
+
+
+def _share(rt: Runtime, before: dict[str, Any]) -> dict[str, Any]:
+    """How the attempt before ended: the main process has read it, and removes it."""
+    if rt.store is None:
+        return before
+    if rt.is_main:
+        rt.store.set(BEFORE, json.dumps(before))
+    return json.loads(rt.store.get(BEFORE))
 
 
 def _identify(config: Config) -> str:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -129,7 +129,10 @@ class Runtime(Stoppable):
         """The error in the user's words; where another process has failed first, what that one says."""
         cause = explain(error, self.timeout_s) or error
         if isinstance(cause, OutOfMemoryError) and cause is not error:
-            return OutOfMemoryError(f"{cause} Peak: {memory_gib(self.device):.2f} GiB. {self.advise()}".rstrip())
+            advice = ""
+            with suppress(Exception):  # the first error is the one to hear of
+                advice = self.advise()
+            return OutOfMemoryError(f"{cause} Peak: {memory_gib(self.device):.2f} GiB. {advice}".rstrip())
         if isinstance(cause, PeerLostError) and self.store is not None and cause.first is None:
             return self._name_lost(cause, self.store)
         return cause

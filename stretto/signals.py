@@ -64,6 +64,7 @@ class Stoppable:
     on_stop: Callable[[], None] | None = None  # what is done besides, where nothing can be lost
     verdict: StrettoError | None = None  # what another thread has the main thread raise
     record: Callable[[BaseException], None] = lambda error: None  # writes down how the process ends
+    listens: bool = False  # signals are handled here
     progress: float = field(default_factory=time.monotonic)
 
     @contextmanager
@@ -84,8 +85,9 @@ class Stoppable:
 
     def interrupt(self, verdict: StrettoError) -> None:
         """Has the main thread raise an error, wherever it is; called by another thread."""
-        self.verdict = verdict
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        if self.listens:
+            self.verdict = verdict
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def note_progress(self) -> None:
         self.progress = time.monotonic()
@@ -119,11 +121,13 @@ def watching(state: Stoppable, name: str, speaks: bool, timeout_s: float) -> Ite
     # nohup lets a run outlive its terminal by having SIGHUP ignored.
     watched = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
     before = {number: signal.signal(number, ask) for number in watched}
+    state.listens = True
     end_with_launcher()
     with _fatal_errors_shown(), Watch(state, name, timeout_s):
         try:
             yield
         finally:
+            state.listens = False
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -176,7 +180,8 @@ class Watch(threading.Thread):
             if self.end_code or self.state.on_stop is not None:
                 self.end_process()
             self.end_at = float("inf")  # the main thread has heard it
-        if now - self.state.progress > self.patience and self.reported != self.state.progress:
+        is_late = now - self.state.progress > self.patience and self.reported != self.state.progress
+        if is_late and self.state.on_stop is None:  # before the first step nobody waits in vain
             self.reported = self.state.progress
             tell(f"{self.process} has made no progress for {now - self.reported:.0f} s; it stands here:")
             with suppress(Exception):

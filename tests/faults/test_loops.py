@@ -185,6 +185,17 @@ def test_progress_and_stops_are_no_repetition(run: Path, monkeypatch: pytest.Mon
         monkeypatch.undo()
 
 
+@pytest.mark.usefixtures("thorough")
+@pytest.mark.dist
+@pytest.mark.fault("L3")
+def test_the_same_failure_of_another_process_is_counted_too(fleet: Fleet) -> None:
+    expected = [[4, 4]] * MOST_ATTEMPTS + [[6, 6]]
+    for codes in expected:
+        _, group = fleet.start("run", processes=2, faults=[("step", "data", 1, 3)])
+        assert group.wait() == codes, group.log
+    assert "3 attempts have ended alike after step 6: DataError" in group.log
+
+
 @pytest.mark.control("L3")
 def test_without_the_count_a_run_fails_for_ever(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.ending.MOST_ATTEMPTS", 10**9)

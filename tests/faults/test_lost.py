@@ -76,12 +76,12 @@ def test_without_the_store_nobody_knows_who_was_lost(fleet: Fleet) -> None:
     assert group.wait(BOUND_S) == [7, -signal.SIGKILL] and not names_the_lost(group), group.log
 
 
-def freeze(fleet: Fleet, timeout_s: float, *off: str) -> Group:
-    faults: Faults = [("step", "say", 1, 3)]
+def freeze(fleet: Fleet, timeout_s: float, rank: int = 1) -> Group:
+    faults: Faults = [("step", "say", rank, 3)]
     arguments = [*LONG, *sets(run__timeout_s=timeout_s)]
-    _, group = fleet.start("frozen", processes=2, faults=faults, off=off, arguments=arguments)
-    group.wait_for("@step 1")
-    group.send(signal.SIGSTOP, 1)
+    _, group = fleet.start("frozen", processes=2, faults=faults, arguments=arguments)
+    group.wait_for(f"@step {rank}")
+    group.send(signal.SIGSTOP, rank)
     return group
 
 
@@ -92,14 +92,18 @@ def stands_somewhere(group: Group, rank: int) -> bool:
 
 
 @pytest.mark.fault("H2")
-def test_a_process_is_frozen(fleet: Fleet) -> None:
-    """The other says where it stands before it gives up."""
-    group = freeze(fleet, FROZEN_S)
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_process_is_frozen(fleet: Fleet, rank: int, whole: bool) -> None:
+    """The other says where it stands before it gives up. The first one also has the store in which they would meet."""
+    if not rank and not whole:
+        pytest.skip("in `make faults`")
+    group, other = freeze(fleet, FROZEN_S, rank), 1 - rank
     deadline = time.monotonic() + BOUND_S
     while not group.codes and time.monotonic() < deadline:
         group.poll()
         time.sleep(0.1)
-    assert group.codes.get(group.pids[0]) == 7 and stands_somewhere(group, 0) and names_the_lost(group), group.log
+    assert group.codes.get(group.pids[other]) == 7 and stands_somewhere(group, other), group.log
+    assert f"rank {rank} was lost without a word" in group.log
 
 
 @pytest.mark.usefixtures("thorough")
