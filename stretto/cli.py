@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from stretto.errors import CheckpointError, ConfigError, StrettoError, tell
+from stretto.errors import CheckpointError, ConfigError, Preempted, StrettoError, tell
 from stretto.signals import stop_early
 
 app = typer.Typer(
@@ -239,8 +239,9 @@ def main() -> None:
         _refuse_bytes(sys.argv)
         app()
     except StrettoError as error:
-        # A mistake in a recipe is the same in all processes: one on each machine says it.
-        if not error.told and not (isinstance(error, ConfigError) and os.environ.get("LOCAL_RANK", "0") != "0"):
+        # A mistake in a recipe is the same in all processes, and so is a stop: one on each machine says it.
+        is_common = isinstance(error, ConfigError | Preempted) and os.environ.get("LOCAL_RANK", "0") != "0"
+        if not error.told and not is_common:
             tell(str(error))
         sys.exit(error.exit_code)
     finally:

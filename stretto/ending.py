@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,11 +20,12 @@ from stretto.config import Config, dump_config
 from stretto.errors import PeerLostError, RepeatedFailure, StrettoError, tell
 from stretto.files import open_in_place, open_new, write_text
 from stretto.plan import advise_on_memory
-from stretto.runtime import Runtime, describe_end, total_memory
+from stretto.runtime import Runtime, describe_end, read_clock, total_memory
 from stretto.version import __version__
 
 EXIT, EVENTS = "exit.json", "events.jsonl"
 MOST_ATTEMPTS = 3
+BEFORE = "stretto/before"  # the key in the store of the processes
 NO_FAILURES = (0, 75, 130)
 
 
@@ -35,7 +35,7 @@ def recording_exit(folder: Path, rt: Runtime, config: Config) -> Iterator[None]:
     what has failed too often. While there is no exit.json, the run goes on, or was killed. Every process may write it,
     once the main process holds the lock."""
     path, version = folder / EXIT, _identify(config)
-    before = _read(path)
+    before = _share(rt, _read(path))
     rt.advise = lambda: advise_on_memory(config, total_memory(rt.device), rt.world)
     if rt.is_main:
         _refuse_repetition(path, before, version)
@@ -46,9 +46,9 @@ def recording_exit(folder: Path, rt: Runtime, config: Config) -> Iterator[None]:
         end = getattr(error, "first", None) or describe_end(error, rt.rank, rt.step)
         same = all(before.get(key) == value for key, value in _find_kind(end, version).items())
         attempts = (before.get("attempts", 1) + 1) if same else 1
-        _write(path, end | {"attempts": attempts, "version": version, "time": round(time.time(), 3)}, error)
+        _write(path, end | {"attempts": attempts, "version": version, "time": read_clock()}, error)
         if rt.is_main and error is not None:
-            _append(folder / EVENTS, {"time": round(time.time(), 3), "ended": end})
+            _append(folder / EVENTS, {"time": read_clock(), "ended": end})
 
     rt.record = record
     try:
@@ -62,6 +62,15 @@ def recording_exit(folder: Path, rt: Runtime, config: Config) -> Iterator[None]:
         raise cause from error
     if rt.is_main:
         record(None)
+
+
+def _share(rt: Runtime, before: dict[str, Any]) -> dict[str, Any]:
+    """How the attempt before ended: the main process has read it, and removes it."""
+    if rt.store is None:
+        return before
+    if rt.is_main:
+        rt.store.set(BEFORE, json.dumps(before))
+    return json.loads(rt.store.get(BEFORE))
 
 
 def _identify(config: Config) -> str:

@@ -76,7 +76,7 @@ def measure(folder: Path, beam: int) -> dict[str, Any]:
     """Measures what `stretto eval` prints: the loss of a run's best weights on all evaluation data, and BLEU on the
     test sentences."""
     cfg = load_run_config(folder)
-    with start(cfg.run) as rt:
+    with start(cfg.run) as rt, rt.interruptible():
         trained = load_trained(folder, rt.device)
         # Who measures a run of someone else's does not write where its configuration says.
         data = open_data(

@@ -91,29 +91,44 @@ def work_together(
 
 def note_failure(store: dist.Store, record: dict[str, Any]) -> None:
     """Writes down a failure for the others, unless there was one before."""
-    with suppress(Exception):  # whoever has the store may be gone
-        store.compare_set(FIRST, "", json.dumps(record))
+    _try_for(ROLL_CALL_S, lambda: store.compare_set(FIRST, "", json.dumps(record)))
 
 
 def call_roll(store: dist.Store, rank: int, world: int) -> tuple[dict[str, Any] | None, list[int]]:
     """What the first process that failed has said, if it has; and who does not answer."""
-    missing, first, deadline = [r for r in range(world) if r != rank], None, time.monotonic() + ROLL_CALL_S
-    with suppress(Exception):
+    missing, heard = {r for r in range(world) if r != rank}, list[dict[str, Any]]()
+
+    def ask() -> None:
         store.set(f"{HERE}{rank}", "")
-        while missing and time.monotonic() < deadline:
-            missing = [r for r in missing if not store.check([f"{HERE}{r}"])]
+        deadline = time.monotonic() + ROLL_CALL_S
+        while missing and not heard and time.monotonic() < deadline:
+            missing.difference_update([r for r in missing if store.check([f"{HERE}{r}"])])
             if store.check([FIRST]):
-                first = json.loads(store.get(FIRST))
-                break
+                heard.append(json.loads(store.get(FIRST)))
             time.sleep(0.05)
-    return first, missing
+
+    _try_for(2 * ROLL_CALL_S, ask)
+    return heard[0] if heard else None, sorted(missing)
 
 
-def wait_for_others(store: dist.Store, rank: int, world: int) -> None:
+def wait_for_others(store: dist.Store, others: list[int]) -> None:
     """Lets the others read the store, which this process may hold, before it goes."""
-    deadline = time.monotonic() + ROLL_CALL_S
-    with suppress(Exception):
-        while time.monotonic() < deadline:
-            if all(store.check([f"{HERE}{r}"]) for r in range(world) if r != rank):
-                return
+
+    def wait() -> None:
+        deadline = time.monotonic() + ROLL_CALL_S
+        while time.monotonic() < deadline and not all(store.check([f"{HERE}{r}"]) for r in others):
             time.sleep(0.05)
+
+    _try_for(2 * ROLL_CALL_S, wait)
+
+
+def _try_for(seconds: float, work: Callable[[], object]) -> None:
+    """Does something with the store. Whoever has it may be gone, which is an error, or frozen, which has no end."""
+
+    def attempt() -> None:
+        with suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=attempt, name="store", daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -34,7 +34,7 @@ from stretto.errors import tell
 from stretto.files import open_in_place, replacing
 from stretto.optim import count_state
 from stretto.plan import predict_for
-from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, total_memory
+from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, read_clock, total_memory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -122,7 +122,7 @@ class Report:
     def event(self, **values: Any) -> None:
         """Writes one line; numbers also go to TensorBoard. A line is on its way to the disk before this returns."""
         if self.file is not None:
-            line: dict[str, Any] = {"time": round(time.time(), 3)}
+            line: dict[str, Any] = {"time": read_clock()}
             for key, value in values.items():  # JSON has no NaN and no infinity
                 line[key] = None if isinstance(value, float) and not math.isfinite(value) else value
             text = json.dumps(line, allow_nan=False) + "\n"

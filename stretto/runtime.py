@@ -10,8 +10,9 @@ import platform
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,8 @@ SHARED_CAUSES = {
     for kind in (ConfigError, DataError, CheckpointError, NonFiniteError, OutOfMemoryError, DiskFullError)
 }
 
+_BEGAN = time.time() - time.monotonic()
+
 
 @dataclass
 class Runtime(Stoppable):
@@ -66,6 +69,7 @@ class Runtime(Stoppable):
     timeout_s: float = 600.0  # how long to wait for another process
     step: int = 0  # updates done
     store: dist.Store | None = None  # where processes leave messages; none in a group that the caller has made
+    missing: list[int] = field(default_factory=list)  # who did not answer when one was lost
     pulse: dist.ProcessGroup | None = None  # of the heartbeats
     advise: Callable[[], str] = field(default=lambda: "")  # what to do when memory is full
 
@@ -125,19 +129,23 @@ class Runtime(Stoppable):
         """The error in the user's words; where another process has failed first, what that one says."""
         cause = explain(error, self.timeout_s) or error
         if isinstance(cause, OutOfMemoryError) and cause is not error:
-            return OutOfMemoryError(f"{cause} Peak: {memory_gib(self.device):.2f} GiB. {self.advise()}".rstrip())
+            advice = ""
+            with suppress(Exception):  # the first error is the one to hear of
+                advice = self.advise()
+            return OutOfMemoryError(f"{cause} Peak: {memory_gib(self.device):.2f} GiB. {advice}".rstrip())
         if isinstance(cause, PeerLostError) and self.store is not None and cause.first is None:
             return self._name_lost(cause, self.store)
         return cause
 
     def _name_lost(self, cause: PeerLostError, store: dist.Store) -> StrettoError:
-        first, missing = call_roll(store, self.rank, self.world)
+        first, self.missing = call_roll(store, self.rank, self.world)
         where = f"{self.name}, after step {self.step}: "
         if first is not None:
             kind = SHARED_CAUSES.get(first["code"], PeerLostError)
             lost: StrettoError = kind(f"{where}rank {first['rank']} has failed: {first['message']}")
         else:
-            who = f"rank {', '.join(map(str, missing))} was lost without a word, or" if missing else "another process"
+            who = ", ".join(map(str, self.missing))
+            who = f"rank {who} was lost without a word, or" if who else "another process"
             lost = PeerLostError(f"{where}{who} did not answer: {cause}")
         lost.first = first or {}
         return lost
@@ -214,13 +222,13 @@ def _join_group(runtime: Runtime) -> None:
 
 
 def _leave_group(runtime: Runtime, own_group: bool) -> None:
-    failed = sys.exc_info()[1] is not None
+    error = sys.exc_info()[1]
     if own_group and dist.is_initialized():
         dist.destroy_process_group()
     elif runtime.pulse is not None and dist.is_initialized():
         dist.destroy_process_group(runtime.pulse)
-    if failed and runtime.store is not None:
-        wait_for_others(runtime.store, runtime.rank, runtime.world)
+    if runtime.store is not None and error is not None and not isinstance(error, Preempted):
+        wait_for_others(runtime.store, [r for r in range(runtime.world) if r not in (runtime.rank, *runtime.missing)])
 
 
 def _clear_frames(error: BaseException | None) -> None:
@@ -235,6 +243,12 @@ def choose_device(name: str = "auto") -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def read_clock() -> float:
+    """The time of day when the process began, plus what has passed since then: a clock that is set does not change how
+    long things took."""
+    return round(_BEGAN + time.monotonic(), 3)
 
 
 def seed_all(seed: int, *keys: int) -> None:

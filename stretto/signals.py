@@ -28,7 +28,7 @@ SAME_REQUEST_S = 5.0  # a control group signals all processes, and a launcher th
 GRACE_S = 5.0  # for the main thread to react
 LAUNCHER = "STRETTO_LAUNCHER"  # the variable with the process that has started this one (launch.py)
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-NOTHING_LOST = "stopped before the first step: nothing is lost, and the same command begins or goes on (with --resume)"
+NOTHING_LOST = "stopped by a signal: nothing is lost, and the same command begins or goes on (with --resume)"
 
 
 def stop_early() -> None:
@@ -64,6 +64,7 @@ class Stoppable:
     on_stop: Callable[[], None] | None = None  # what is done besides, where nothing can be lost
     verdict: StrettoError | None = None  # what another thread has the main thread raise
     record: Callable[[BaseException], None] = lambda error: None  # writes down how the process ends
+    listens: bool = False  # signals are handled here
     progress: float = field(default_factory=time.monotonic)
 
     @contextmanager
@@ -84,8 +85,9 @@ class Stoppable:
 
     def interrupt(self, verdict: StrettoError) -> None:
         """Has the main thread raise an error, wherever it is; called by another thread."""
-        self.verdict = verdict
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        if self.listens:
+            self.verdict = verdict
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def note_progress(self) -> None:
         self.progress = time.monotonic()
@@ -119,11 +121,13 @@ def watching(state: Stoppable, name: str, speaks: bool, timeout_s: float) -> Ite
     # nohup lets a run outlive its terminal by having SIGHUP ignored.
     watched = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
     before = {number: signal.signal(number, ask) for number in watched}
+    state.listens = True
     end_with_launcher()
-    with _fatal_errors_shown(), Watch(state, name, timeout_s, asked):
+    with _fatal_errors_shown(), Watch(state, name, timeout_s):
         try:
             yield
         finally:
+            state.listens = False
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -131,10 +135,10 @@ def watching(state: Stoppable, name: str, speaks: bool, timeout_s: float) -> Ite
 class Watch(threading.Thread):
     """Sees signals although the main thread may be in a library, and notices when there is no progress."""
 
-    def __init__(self, state: Stoppable, name: str, timeout_s: float, asked: dict[int, float]) -> None:
+    def __init__(self, state: Stoppable, name: str, timeout_s: float) -> None:
         super().__init__(name="watch", daemon=True)
         self.state, self.process, self.patience = state, name, 0.9 * timeout_s
-        self.asked = asked
+        self.heard: dict[int, float] = {}  # when each signal came first, also if the main thread has not heard it yet
         self.end_at, self.end_code = float("inf"), 0
         self.reported = 0.0  # the progress after which it was said that there is none
 
@@ -165,7 +169,7 @@ class Watch(threading.Thread):
         for number in numbers:
             if number not in STOP_SIGNALS:
                 continue
-            if now - self.asked.get(number, now) > SAME_REQUEST_S:
+            if now - self.heard.setdefault(number, now) > SAME_REQUEST_S:
                 self.end_at, self.end_code = min(self.end_at, now + GRACE_S), 128 + number
             elif self.state.on_stop is not None and not self.end_code:
                 self.end_at = min(self.end_at, now + GRACE_S)
@@ -176,7 +180,8 @@ class Watch(threading.Thread):
             if self.end_code or self.state.on_stop is not None:
                 self.end_process()
             self.end_at = float("inf")  # the main thread has heard it
-        if now - self.state.progress > self.patience and self.reported != self.state.progress:
+        is_late = now - self.state.progress > self.patience and self.reported != self.state.progress
+        if is_late and self.state.on_stop is None:  # before the first step nobody waits in vain
             self.reported = self.state.progress
             tell(f"{self.process} has made no progress for {now - self.reported:.0f} s; it stands here:")
             with suppress(Exception):

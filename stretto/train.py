@@ -19,7 +19,7 @@ from stretto.capacity import require_room
 from stretto.config import Config
 from stretto.convert.folder import load_weights
 from stretto.data import Data, open_data
-from stretto.data.stream import prefetch
+from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
 from stretto.evaluate import evaluate
 from stretto.files import make_folder, refuse_links

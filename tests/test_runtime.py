@@ -18,6 +18,13 @@ from stretto.runtime import choose_device, explain, peak_flops
         (SafetensorError("I/O error: No space left on device (os error 28)"), 9, "disk is full"),
         (OSError(122, "Disk quota exceeded"), 9, "disk is full"),
         (SafetensorError("I/O error: Disk quota exceeded (os error 122)"), 9, "disk is full"),
+        (OSError(27, "File too large"), 9, "may not grow"),
+        (SafetensorError("I/O error: File too large (os error 27)"), 9, "may not grow"),
+        (OSError(5, "Input/output error", "x"), 5, "refuses to read or write"),
+        (OSError(30, "Read-only file system", "x"), 5, "Read-only"),
+        (OSError(116, "Stale file handle", "x"), 5, "earlier checkpoints are whole"),
+        (PermissionError(13, "Permission denied", "x"), 5, "Permission denied"),
+        (SafetensorError("I/O error: Read-only file system (os error 30)"), 5, "refuses to read or write"),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
             8,

@@ -9,28 +9,17 @@ ask for its parts, whose samples together are those of the whole.
 from __future__ import annotations
 
 import math
-import queue
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from enum import IntEnum
 from functools import lru_cache
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto.batch import Batch
 from stretto.data.tokenizer import Tokenizer
-from stretto.errors import DataError
 
 Int64s = npt.NDArray[np.int64]
-X = TypeVar("X")
-DEPTH = 2  # batches that are built ahead: enough to hide one slow batch; more would only hold memory
-LOOK_S = 0.2  # how often whoever waits looks whether to go on waiting
-CLOSING_S = 5.0  # for the thread to end
 
 
 class Data(ABC):
@@ -99,61 +88,3 @@ def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) 
 def count_held_out(total: int, share: float) -> int:
     """Counts how many of `total` samples evaluation gets: at least one, and never all."""
     return min(max(round(total * share), 1), total - 1)
-
-
-def prefetch(
-    make: Callable[[int], X],
-    first: int,
-    last: int,
-    patience_s: float = math.inf,
-    gives_up: Callable[[], bool] = lambda: False,
-) -> Iterator[tuple[int, X | None]]:
-    """Yields (i, make(i)) for first <= i < last, in order, and makes the next ones in a thread. `make` must not depend
-    on when it is called. A thread that hangs holds nobody: if the caller gives up, it gets None in the place of what is
-    not there yet; and after `patience_s`, a `DataError`."""
-    made: queue.Queue[tuple[X | None, BaseException | None]] = queue.Queue(DEPTH - 1)  # the thread holds one more
-    closed = threading.Event()
-
-    def work() -> None:
-        for i in range(first, last):
-            try:
-                item: tuple[X | None, BaseException | None] = make(i), None
-            except BaseException as error:
-                item = None, error
-            while not closed.is_set():
-                with suppress(queue.Full):
-                    made.put(item, timeout=LOOK_S)
-                    break
-            if closed.is_set():
-                return
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        for i in range(first, last):
-            result, error = _wait_for(made, i, patience_s, gives_up)
-            if error is not None:
-                raise error
-            yield i, result
-    finally:
-        closed.set()
-        thread.join(CLOSING_S)
-
-
-def _wait_for(
-    made: queue.Queue[tuple[X | None, BaseException | None]],
-    number: int,
-    patience_s: float,
-    gives_up: Callable[[], bool],
-) -> tuple[X | None, BaseException | None]:
-    begin = time.monotonic()
-    while True:
-        if gives_up():
-            return None, None
-        with suppress(queue.Empty):
-            return made.get(timeout=LOOK_S)
-        if time.monotonic() - begin > patience_s:
-            raise DataError(
-                f"the batch of step {number + 1} was not there after {patience_s:.0f} s: the disk or network that data "
-                "are read from may hang; raise run.timeout_s if it is slow"
-            )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +40,9 @@ _NAMES = {
     "eos": _EOS,
     "mask": ("<mask>", "[MASK]"),
 }
+
+
+_ENDLESS_WORD = re.compile(r"(\S{1024})(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,15 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
+    inner.train_from_iterator(_cut_words(texts), trainer)
     return LibraryTokenizer(inner, 'the "bpe" tokenizer')
+
+
+def _cut_words(texts: Iterable[str]) -> Iterator[str]:
+    """Cuts words that no language has, such as data in base64: the library takes time in the square of their length,
+    and Python cannot interrupt it. Other words are left as they are."""
+    for text in texts:
+        yield _ENDLESS_WORD.sub(r"\1\n", text)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

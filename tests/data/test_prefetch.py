@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from stretto.data.stream import DEPTH, prefetch
+from stretto.data import prefetch as module
+from stretto.data.prefetch import DEPTH, prefetch
+from stretto.errors import DataError
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 1), (3, 20), (5, 5)])
@@ -34,3 +37,27 @@ def test_an_error_in_the_thread_reaches_the_caller_at_its_batch() -> None:
     with pytest.raises(KeyError, match="broken"):
         next(stream)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_a_thread_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits may give up, or loses patience; the thread is left behind, and does not keep the process alive."""
+    monkeypatch.setattr(module, "CLOSING_S", 0.1)
+    ends, given_up = threading.Event(), threading.Event()
+
+    def make(i: int) -> int:
+        if i == 2:
+            ends.wait()
+        return i
+
+    stream = prefetch(make, 0, 5, gives_up=given_up.is_set)
+    assert [next(stream), next(stream)] == [(0, 0), (1, 1)]
+    given_up.set()
+    assert next(stream) == (2, None)
+    stream.close()  # type: ignore[attr-defined]
+    impatient = prefetch(make, 2, 5, patience_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(DataError, match="the batch of step 3 was not there"):
+        next(impatient)
+    assert time.monotonic() - began >= 0.5
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "prefetch")
+    ends.set()

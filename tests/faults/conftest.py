@@ -12,6 +12,8 @@ import pytest
 from stretto.config import build_config
 from stretto.train import train
 from tests.corpora import write_corpus
+from tests.faults.fleet import Fleet
+from tests.faults.forks import Server as ForkServer
 from tests.faults.runs import Server
 
 Tally = Callable[[str, int], None]
@@ -31,6 +33,13 @@ def tally(request: pytest.FixtureRequest) -> Tally:
 def whole() -> bool:
     """Whether all cases are tried, as in `make faults`, or a sample, as in `make test`."""
     return bool(os.environ.get("STRETTO_FAULTS"))
+
+
+@pytest.fixture
+def thorough(whole: bool) -> None:
+    """Of tests that take longer, or try what a quicker one tries in another place: they run in `make faults` alone."""
+    if not whole:
+        pytest.skip("in `make faults`")
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +67,25 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(trained_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained_run, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """Forks processes that have imported everything."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def fleet(forks: ForkServer, trained_run: Path, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(forks, tmp_path, trained_run)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def fleet_of_module(forks: ForkServer, trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(forks, tmp_path_factory.mktemp("fleet"), trained_run)
+    yield fleet
+    fleet.close()

@@ -15,6 +15,7 @@ import torch
 import stretto.train
 from stretto import checkpoint
 from stretto.config import dump_config
+from stretto.errors import CheckpointError
 from stretto.page import write_report
 from stretto.report import EVENTS, Report, read_events
 from stretto.train import train
@@ -55,6 +56,7 @@ def undisturbed(one_thread: None, trained_run: Path, tmp_path_factory: pytest.Te
     return train(config_of(run, STEPS), resume=True)
 
 
+@pytest.mark.fault("L4")
 @pytest.mark.parametrize("line", ODD_LINES.values(), ids=ODD_LINES.keys())
 def test_a_log_with_an_odd_line_stops_neither_a_report_nor_a_resumed_run(run: Path, line: bytes) -> None:
     before = (run / EVENTS).read_bytes()
@@ -66,6 +68,7 @@ def test_a_log_with_an_odd_line_stops_neither_a_report_nor_a_resumed_run(run: Pa
     assert steps == [1, 2, 3, 4], "the whole lines are there, and later ones are forgotten"
 
 
+@pytest.mark.fault("L4")
 def test_any_flipped_bit_costs_at_most_two_lines(run: Path) -> None:
     whole, choose = (run / EVENTS).read_bytes(), random.Random(0)
     count = len(read_events(run))
@@ -76,6 +79,7 @@ def test_any_flipped_bit_costs_at_most_two_lines(run: Path) -> None:
         assert len(read_events(run)) >= count - 2
 
 
+@pytest.mark.fault("L4")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that writes there
 def test_a_spoiled_log_and_lost_folders_do_not_stop_a_resumed_run(
     run: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -98,6 +102,7 @@ def test_a_spoiled_log_and_lost_folders_do_not_stop_a_resumed_run(
     assert [event["step"] for event in read_events(run) if "loss" in event][-4:] == [5, 6, 7, 8]
 
 
+@pytest.mark.fault("L4")
 def test_files_of_the_wrong_kind_cost_what_would_be_in_them(
     run: Path, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +117,7 @@ def test_files_of_the_wrong_kind_cost_what_would_be_in_them(
     assert all(errors.count(f"warning: {name} failed") == 1 for name in (EVENTS, "tensorboard", "report.html")), errors
 
 
+@pytest.mark.fault("L4")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_nobody_has_to_read_the_output(trained_run: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Its reader goes away after two lines, the disk is full, or there is no output at all."""
@@ -131,3 +137,12 @@ def test_nobody_has_to_read_the_output(trained_run: Path, undisturbed: Path, tmp
         assert errors.count("warning: the output failed") == (name in ("head", "full")), f"{name}: {errors}"
         assert "Traceback" not in errors and "Exception ignored" not in errors
         assert_same_weights(tmp_path / name, undisturbed)
+
+
+@pytest.mark.control("L4")
+def test_a_report_that_raises_would_stop_a_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / EVENTS).unlink()
+    (run / EVENTS).mkdir()
+    monkeypatch.setattr(Report, "attempt", lambda self, sink, write: write())
+    with pytest.raises(CheckpointError):
+        train(config_of(run, STEPS), resume=True)
