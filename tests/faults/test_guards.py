@@ -220,7 +220,7 @@ def draw_noise(kind: str, count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["bell", "heavy", "warm-up", "rise", "steps"])
 def test_noise_is_no_spike_and_ten_times_is_one(kind: str, whole: bool, tally: Tally) -> None:
     """Also after a NaN, after zeros, and after a spike of a million times that was applied."""
-    count, seeds = (2000, 10) if whole else (600, 2)
+    count, seeds = (2000, 4) if whole else (600, 2)
     for seed in range(seeds):
         norms = draw_noise(kind, count, seed)
         few = follow(norms)
@@ -230,7 +230,8 @@ def test_noise_is_no_spike_and_ten_times_is_one(kind: str, whole: bool, tally: T
         for value in (NAN, INF, 0.0, 1e6 * level):
             marred = norms.clone()
             marred[place - 10], marred[place] = value, 10 * level
-            assert place in follow(marred) and len(follow(marred)) <= 2 + len(few)
+            found = follow(marred)
+            assert place in found and len(found) <= 2 + len(few)
         tally("norms that were judged", 5 * count)
 
 
