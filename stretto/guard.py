@@ -22,7 +22,7 @@ from stretto.ops.judge import FIELDS, LEAST, judge
 # How many updates in a row may be cancelled. fp16 finds its loss scale by trying, so it needs some.
 LIMITS = {"stop": 0, "skip": 3, "fp16": 20}
 Gather = Callable[[Sequence[int]], list[list[int]]]
-NameData = Callable[[int, Sequence[int]], str]
+ReadSamples = Callable[[int, Sequence[int]], dict[int, Sequence[int]]]
 
 
 class Guard:
@@ -54,21 +54,21 @@ class Guard:
             self.own[1].add_(0 * own)
         return judge(self.state, norm, self.skips_spikes, watch)
 
-    def check(self, step: int, gather: Gather | None = None, name_data: NameData | None = None) -> dict[str, int]:
+    def check(self, step: int, gather: Gather | None = None, read_samples: ReadSamples | None = None) -> dict[str, int]:
         """Counts cancelled updates and spikes; an error if too many were cancelled in a row. The host waits for the
-        device here. For the error, `gather` asks the other processes, and `name_data` says what an update of these
-        ranks, or of all, has read."""
+        device here. For the error, `gather` asks the other processes, and `read_samples` gives the samples of
+        the micro-batches, by number, that these ranks, or all, have read in a step."""
         found = self.state_dict()
         self.state[FIELDS.index("worst")] = found["streak"]
         self.state[FIELDS.index("spike_worst")] = found["spike_streak"]
         ago = {name: step - int(found["updates"] - found[name]) for name in ("last", "spike_last")}
         if found["worst"] > self.limit:
-            raise NonFiniteError(self._explain(int(found["worst"]), ago["last"], gather, name_data))
+            raise NonFiniteError(self._explain(int(found["worst"]), ago["last"], gather, read_samples))
         if self.skips_spikes and found["spike_worst"] > LIMITS["skip"]:
             raise SpikeError(
                 f"the norm of the gradient was a spike, more than {LEAST:g} times the usual one, in "
                 f"{int(found['spike_worst'])} updates in a row, the last at step {ago['spike_last']}"
-                f"{name_data(ago['spike_last'], ()) if name_data else ''}; none was applied. Lower optim.lr, look at "
+                f"{_name(read_samples, ago['spike_last'])}; none was applied. Lower optim.lr, look at "
                 "the data of these steps, or let such updates be applied by train.spikes = 'log'"
             )
         if found["spikes"] > self.said:
@@ -79,7 +79,7 @@ class Guard:
             self.said = int(found["spikes"])
         return {"cancelled": int(found["cancelled"]), "spikes": int(found["spikes"])}
 
-    def _explain(self, streak: int, step: int, gather: Gather | None, name_data: NameData | None) -> str:
+    def _explain(self, streak: int, step: int, gather: Gather | None, read_samples: ReadSamples | None) -> str:
         mine = self.own.isnan().int().tolist()
         flags = [mine] if gather is None else gather(mine)
         losses, norms = ([rank for rank, found in enumerate(flags) if found[i]] for i in (0, 1))
@@ -88,7 +88,7 @@ class Guard:
         where = f" of rank {', '.join(map(str, ranks))}" if ranks and len(flags) > 1 else ""
         return (
             f"the {what}{where} was not finite in {streak} update(s) in a row, the last at step {step}"
-            f"{name_data(step, ranks) if name_data else ''}; none was applied, in any process. Lower optim.lr, "
+            f"{_name(read_samples, step, ranks)}; none was applied, in any process. Lower optim.lr, "
             "lengthen optim.warmup, or look at the data of these steps"
             + ("; train.non_finite = 'skip' goes on over single ones" if self.limit == 0 else "")
         )
@@ -96,3 +96,11 @@ class Guard:
     def take_notes(self) -> list[str]:
         notes, self.notes = self.notes, []
         return notes
+
+
+def _name(read_samples: ReadSamples | None, step: int, ranks: Sequence[int] = ()) -> str:
+    """The first samples of the micro-batches of a step."""
+    if read_samples is None:
+        return ""
+    found = {i: ", ".join(map(str, samples[:3])) for i, samples in read_samples(step, ranks).items()}
+    return " (micro-batch " + "; ".join(f"{i}: samples {names} ..." for i, names in found.items()) + ")"

@@ -37,7 +37,7 @@ from stretto.trained import load_run_config
 
 
 def replay(folder: Path, step: int) -> list[str]:
-    """What was compared, in words; an error if anything differs."""
+    """What was compared, in words of the main process; an error in each if anything differs."""
     config = load_run_config(folder)
     config = replace(config, run=replace(config.run, dir=str(folder)))
     if not 1 <= step <= config.train.steps:
@@ -68,7 +68,7 @@ def _replay(config: Config, folder: Path, step: int, rt: Runtime, scratch: Path)
     origin += _describe_processes(folder, rt)
     if any(not line.endswith(": equal") for line in lines):
         raise DifferenceError("; ".join([f"{origin}: not the same again", *lines]))
-    return [f"{origin}: the same again, bit for bit", *lines]
+    return [f"{origin}: the same again, bit for bit", *lines] if rt.is_main else []
 
 
 def _open_data(config: Config, folder: Path, scratch: Path) -> Data:

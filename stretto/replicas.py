@@ -45,9 +45,12 @@ def find_copies(cfg: ParallelConfig, mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def compare(
-    model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, rt: Runtime, step: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, cfg: ParallelConfig, mesh: Mesh, rt: Runtime, step: int
 ) -> None:
     """An error in every process, if any has other bits than its copies. The host waits for the device here."""
+    group = find_copies(cfg, mesh)
+    if group is None:
+        return
     names, hashes = hash_weights(model, optimizer)
     found = [torch.empty_like(hashes) for _ in range(group.size())]
     dist.all_gather(found, hashes, group=group)

@@ -1,8 +1,8 @@
 """What a run says about itself while it goes: events.jsonl, TensorBoard, and a bar or plain lines on the terminal.
 
-One line of events.jsonl is one JSON object. Logged training steps carry `step`, `loss` and `tokens_per_s`;
-evaluations carry `step` and `eval_loss`; the first line of each start carries `environment`; at the end there are
-`memory`, in bytes, and `finished`.
+One line of events.jsonl is one JSON object. Logged training steps carry `step`, `loss` and `tokens_per_s`, and what the
+guard has counted so far, updates `cancelled` and `spikes` of the gradient; evaluations carry `step` and `eval_loss`;
+the first line of each start carries `environment`; at the end there are `memory`, in bytes, and `finished`.
 
 Each of these may fail, by a full disk or a reader that went away: a warning says so once, and training goes on.
 """

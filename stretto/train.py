@@ -27,7 +27,7 @@ from stretto.flops import tokens_per_sample, training_flops
 from stretto.mesh import Mesh, build_mesh
 from stretto.optim import learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
-from stretto.replicas import compare, find_copies
+from stretto.replicas import compare
 from stretto.report import Meter, Report
 from stretto.runtime import Runtime
 from stretto.saving import Saver
@@ -199,22 +199,16 @@ def explain_stop(run: Run) -> str:
 def look_at_guard(run: Run) -> dict[str, int]:
     """What it has counted; an error if too many updates in a row were cancelled."""
 
-    def name_data(step: int, ranks: Sequence[int]) -> str:
+    def read_samples(step: int, ranks: Sequence[int]) -> dict[int, Sequence[int]]:
         meshes = [replace(run.mesh, rank=rank) for rank in ranks or range(run.rt.world)]
         numbers = {i for mesh in meshes for i in find_portion(run.config, mesh).find_micro_batches(step - 1)}
-        firsts = {i: run.data.train_batch(i).samples[:3] for i in sorted(numbers)[:4]}
-        return (
-            " (micro-batch " + "; ".join(f"{i}: samples {', '.join(map(str, s))} ..." for i, s in firsts.items()) + ")"
-        )
+        return {i: run.data.train_batch(i).samples for i in sorted(numbers)[:4]}
 
-    return run.parts.update.guard.check(run.step, run.rt.gather_over_ranks, name_data)
+    return run.parts.update.guard.check(run.step, run.rt.gather_over_ranks, read_samples)
 
 
 def compare_replicas(run: Run) -> None:
-    """An error if processes that have the same weights do not."""
-    groups = find_copies(run.config.parallel, run.mesh)
-    if groups is not None:
-        compare(run.parts.model, run.parts.update.optimizer, groups, run.rt, run.step)
+    compare(run.parts.model, run.parts.update.optimizer, run.config.parallel, run.mesh, run.rt, run.step)
 
 
 def evaluate_now(run: Run, report: Report) -> bool:

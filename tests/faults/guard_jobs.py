@@ -32,6 +32,7 @@ from stretto.errors import StrettoError
 from stretto.gradients import Present, Static
 from stretto.guard import Guard
 from stretto.optim import clip_gradients
+from stretto.parallel.passes import Pipelined
 from stretto.step import Update
 from stretto.train import train
 from tests.runs import PATIENCE_S
@@ -66,6 +67,17 @@ def loss(parts: Trainable, value: float) -> Iterator[None]:
     handle = parts.model.register_forward_hook(spoil)
     yield
     handle.remove()
+
+
+def pipeline_loss(parts: Trainable, value: float) -> AbstractContextManager[Any]:
+    """The same in the process that has the last module."""
+    real = Pipelined._compute
+
+    def compute(self: Pipelined, module: Any, *rest: Any) -> Tensor:
+        out = real(self, module, *rest)
+        return out + (torch.full_like(out, value) - out).detach() if module.is_last else out
+
+    return patch.object(Pipelined, "_compute", compute)
 
 
 @contextmanager
@@ -125,7 +137,8 @@ def bit(parts: Trainable, value: float) -> Iterator[None]:
 
 
 FAULTS: dict[str, Fault] = {
-    "loss": loss, "gradient": gradient, "after the sum": after_sum, "after the static sum": after_static_sum,
+    "loss": loss, "pipeline loss": pipeline_loss, "gradient": gradient, "after the sum": after_sum,
+    "after the static sum": after_static_sum,
     "times": times, "bit": bit,
 }  # fmt: skip
 

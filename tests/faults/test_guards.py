@@ -127,8 +127,9 @@ def spike(tree: Tree, policy: str, steps: list[int], **more: Any) -> dict[str, A
 
 @pytest.mark.fault("N3")
 def test_a_healthy_run_has_no_spikes_from_its_warm_up_on(tree: Tree, whole: bool) -> None:
-    """With a high rate, a long fall of the loss, and dropout; a quarter of all samples come again and again."""
-    tree = change(tree, train__steps=600 if whole else 120, train__log_every=20, model__dropout=0.1, optim__lr=3e-2)
+    """With dropout, until it knows its small corpus by heart. At three times the rate it is no longer healthy, and has
+    two spikes, with a loss that rises."""
+    tree = change(tree, train__steps=600 if whole else 120, train__log_every=20, model__dropout=0.1)
     run_job({"config": tree})
     assert events_of(tree, "spikes")[-1] == 0
 
@@ -220,7 +221,7 @@ def draw_noise(kind: str, count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["bell", "heavy", "warm-up", "rise", "steps"])
 def test_noise_is_no_spike_and_ten_times_is_one(kind: str, whole: bool, tally: Tally) -> None:
     """Also after a NaN, after zeros, and after a spike of a million times that was applied."""
-    count, seeds = (2000, 10) if whole else (600, 2)
+    count, seeds = (2000, 4) if whole else (600, 2)
     for seed in range(seeds):
         norms = draw_noise(kind, count, seed)
         few = follow(norms)
@@ -230,7 +231,8 @@ def test_noise_is_no_spike_and_ten_times_is_one(kind: str, whole: bool, tally: T
         for value in (NAN, INF, 0.0, 1e6 * level):
             marred = norms.clone()
             marred[place - 10], marred[place] = value, 10 * level
-            assert place in follow(marred) and len(follow(marred)) <= 2 + len(few)
+            found = follow(marred)
+            assert place in found and len(found) <= 2 + len(few)
         tally("norms that were judged", 5 * count)
 
 

@@ -68,6 +68,10 @@ def list_jobs(folder: Path, whole: bool) -> dict[str, Any]:
     }
     jobs |= {
         "static": static,
+        "pipeline": {
+            "config": change(plain, parallel__pipeline=2, model__layers=4, model__dropout=0.0),
+            "faults": [("pipeline loss", rank, [BAD], math.nan) for rank in (0, 1)],
+        },
         "healthy": {"config": change(plain)},
         "static, healthy": {"config": change(plain, **STATIC), "static": True},
         "fused, healthy": {"config": change(plain, **STATIC)},
@@ -110,7 +114,7 @@ def cancelled(runs: Path, name: str) -> list[int]:
 
 @pytest.mark.fault("N1")
 def test_no_process_applies_what_is_not_finite_in_one(runs: Path, whole: bool, tally: Tally) -> None:
-    for name in [" ".join(case) for case in list_cases(whole)] + ["static"]:
+    for name in [" ".join(case) for case in list_cases(whole)] + ["static", "pipeline"]:
         assert unchanged(runs, name) == [[BAD], [BAD]], name
         assert [each["code"] for each in results(runs, name)] == [0, 0], name
         assert cancelled(runs, name) == [0, 0, 0, 1, 1, 1], name

@@ -35,6 +35,7 @@ from stretto.ops.dropout import dropout
 from stretto.ops.embedding import embed
 from stretto.ops.fp8 import E4M3, E5M2, RECIPES, launch_quantize
 from stretto.ops.heads import project_heads, rotate_heads
+from stretto.ops.judge import FIELDS, launch_judge
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm
 from stretto.optim import FlatAdamW
@@ -158,6 +159,11 @@ def call_updates() -> None:
         optimizer.step()
 
 
+def call_verdicts() -> None:
+    for skip, watch in ((False, True), (True, True), (False, False)):
+        launch_judge(torch.zeros(len(FIELDS), dtype=torch.float64), torch.ones(()), skip, watch)
+
+
 def main(capabilities: list[str]) -> None:
     compiling, found = Compiling(), {}
     for capability in capabilities:
@@ -167,6 +173,7 @@ def main(capabilities: list[str]) -> None:
             live = [result for result in results if result.requires_grad]
             torch.autograd.backward(live, [torch.zeros_like(result) for result in live])
         call_updates()
+        call_verdicts()
         if int(capability) >= 89:  # earlier ones have no 8-bit numbers
             call_quantisers()
     print(json.dumps(found))
