@@ -79,7 +79,8 @@ class Watch:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             return self._judge_open(os.fsdecode(args[0]), int(args[2] or 0))
         if event in CHANGES:
-            paths = [os.fsdecode(path) for path in args[:2] if isinstance(path, str | bytes | os.PathLike)]
+            folder = next((arg for arg in args[1:] if type(arg) is int and arg >= 0), None)  # or the mode of a file
+            paths = [place(path, folder) for path in args[:2] if isinstance(path, str | bytes | os.PathLike)]
             outside = [path for path in paths if not self._may_write(path, follow=False)]
             return f"{event} {outside}" if outside else ""
         if event == "import" and PLANTED in str(args[0]):
@@ -115,6 +116,14 @@ class Watch:
     @staticmethod
     def _is_below(path: str, folders: list[str]) -> bool:
         return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def place(path: Any, folder: int | None) -> str:
+    """The path of a file that may be named relative to an open folder."""
+    path = os.fsdecode(path)
+    if os.path.isabs(path) or folder is None or not os.path.exists(f"/proc/self/fd/{folder}"):
+        return path
+    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
 
 
 watch: Watch | None = None
