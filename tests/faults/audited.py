@@ -143,29 +143,37 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
         raise Forbidden(offence)
 
 
+pillow: Any = Image
+numpy: Any = np
+images: Any = stretto.data.images
+folder: Any = stretto.convert.folder
+start: Any = stretto.train
+runtime: Any = stretto.runtime
+
+
 def _open_without_formats() -> None:
-    real = Image.open
-    Image.open = lambda fp, mode="r", formats=None: real(fp, mode)  # type: ignore[assignment]
+    real = pillow.open
+    pillow.open = lambda fp, mode="r", formats=None: real(fp, mode)
 
 
 def _follow_links() -> None:
-    stretto.train.refuse_links = lambda run: None
-    stretto.runtime.open_in_place = lambda path: os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    start.refuse_links = lambda run: None
+    runtime.open_in_place = lambda path: os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
 
 def _unpickle() -> None:
     """Takes a pickle where an .npz should be."""
-    stretto.data.images._read_arrays = lambda path: pickle.loads(path.read_bytes())
+    images._read_arrays = lambda path: pickle.loads(path.read_bytes())
 
 
 def _join_without_check() -> None:
-    stretto.convert.folder._is_inside = lambda name: True
+    folder._is_inside = lambda name: True
 
 
 def _allow_objects() -> None:
-    stretto.data.images._check_header = lambda name, file, size: None
-    real = np.load
-    np.load = lambda file, allow_pickle=False: real(file, allow_pickle=True)
+    real = numpy.load
+    images._check_header = lambda name, file, size: None
+    numpy.load = lambda file, allow_pickle=False: real(file, allow_pickle=True)
 
 
 # What the tests plant to see that the hook would notice.

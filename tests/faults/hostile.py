@@ -424,13 +424,14 @@ def list_pickles(places: Places) -> Iterator[Case]:
 def list_data_sets(places: Places) -> Iterator[Case]:
     """X1: data sets with scripts and pickles, for the `datasets` library."""
     evil = f"import os\nos.system('touch {places.outside}/pwned')  # {PLANTED}\n"
-    for name, files in {
+    sets: dict[str, dict[str, str | bytes]] = {
         "script": {"x/x.py": evil},
         "script and data": {"x/x.py": evil, "x/notes.bin": "none"},
         "pickles": {"x/train.pkl": make_pickle(places)},
         "pickled frame": {"x/train.pickle": make_pickle(places)},
         "torch file": {"x/train.pt": make_torch_file(places)},
-    }.items():
+    }
+    for name, files in sets.items():
         folder = places.new("d") / "x"
         for path, content in files.items():
             write(folder.parent / path, content)
@@ -504,8 +505,8 @@ def list_sizes(places: Places) -> Iterator[Case]:
     sizes = {"n_layer": 10**9, "n_embd": 10**9, "vocab_size": 10**12, "n_positions": 10**12, "n_inner": 10**12}
     for name, value in (sizes | {"n_head": 0}).items():
         yield on_model(f"{name} = {value}", places, change_config(**{name: value}), codes=(3,))
-    for value in ("many", [1], {"a": 1}, -1, 0, 1.5, True, None, 10**400):
-        yield on_model(f"n_layer = {str(value)[:20]}", places, change_config(n_layer=value), codes=(3,))
+    for odd in ("many", [1], {"a": 1}, -1, 0, 1.5, True, None, 10**400):
+        yield on_model(f"n_layer = {str(odd)[:20]}", places, change_config(n_layer=odd), codes=(3,))
     for text in (DEEP, "[]", "5", '{"n_layer": ' + "1" * 5000 + "}", "", '{"model_type": ["gpt2"]}'):
         yield on_model(f"config.json is {text[:20]}", places, put("config.json", text), codes=(3,))
     for key, value in {

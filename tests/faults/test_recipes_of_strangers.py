@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.runs import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 CASES, QUICK = 5_200, 320
 SECONDS_EACH = 0.05  # on average
-KEYS = [f"{section.name}.{key.name}" for section in fields(Config) for key in fields(section.default_factory())]  # type: ignore[arg-type,misc]
+KEYS = [f"{section}.{key}" for section, values in asdict(Config()).items() for key in values]
 KEYS += [
     "os.system",
     "model.__class__",
@@ -255,4 +255,4 @@ def test_plans_have_an_end() -> None:
 
 
 def test_every_section_is_drawn() -> None:
-    assert is_dataclass(Config) and len(KEYS) > 80
+    assert {key.partition(".")[0] for key in KEYS} >= asdict(Config()).keys() and len(KEYS) > 80
