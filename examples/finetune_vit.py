@@ -21,7 +21,7 @@ def make_images(count: int, size: int = 32) -> dict[str, np.ndarray]:
 
 
 args = parse(__doc__, "data", "out")
-data = np.load(args.data) if args.data else make_images(600)
+data = np.load(args.data, allow_pickle=False) if args.data else make_images(600)
 images, labels = data["images"], data["labels"]
 pixels = torch.from_numpy(images).permute(0, 3, 1, 2) / 127.5 - 1
 samples = [{"pixel_values": pixel, "labels": int(label)} for pixel, label in zip(pixels, labels, strict=True)]

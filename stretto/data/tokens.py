@@ -87,7 +87,7 @@ class Tokens:
 
     ids: npt.NDArray[Any]  # uint16 or uint32, memory-mapped
     starts: npt.NDArray[np.int64]  # [number of documents + 1]
-    file: Mapped
+    file: Mapped | None = None  # none of those that were made in memory
     after: int = 0  # tokens of the file behind these
 
     @property
@@ -104,9 +104,10 @@ class Tokens:
 
     def take(self, places: Int64s) -> Int64s:
         """Reads the ids at these places. What is not in the vocabulary would end a GPU's process without a reason."""
-        self.file.check()
+        if self.file is not None:
+            self.file.check()
         ids: Int64s = self.ids[places].astype(np.int64)
-        if ids.size and ids.max() >= self.file.size:
+        if self.file is not None and ids.size and ids.max() >= self.file.size:
             wrong = int(ids.argmax())
             behind = self.after + len(self.ids) - int(places.flat[wrong])
             raise self.file.refuse(int(ids.flat[wrong]), behind * self.ids.itemsize)

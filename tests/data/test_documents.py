@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -149,3 +150,36 @@ def test_hub_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     with pytest.raises(DataError, match=r"data\.train = 'hf:some/set' needs .*stretto\[datasets\]"):
         open_documents("data.train", "hf:some/set", ".txt")
+
+
+def test_a_packed_file_may_not_unpack_to_anything(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt.gz"
+    path.write_bytes(gzip.compress(b"abc\n" * 10**7))
+    with pytest.raises(DataError, match=r"x\.txt\.gz unpacks to more than 50 times its size"):
+        open_documents("data.train", str(path), ".txt")
+    with pytest.raises(DataError, match="unpacks to more than"):
+        open_lines(path)
+    path.write_bytes(gzip.compress(b"abc\n" * 10**6))
+    assert open_lines(path).count == 10**6, "what is small in any case"
+
+
+def test_a_document_larger_than_memory_is_refused_by_name(tmp_path: Path) -> None:
+    with (tmp_path / "x.txt").open("wb") as file:
+        file.truncate(1 << 43)  # zeros that take no room on the disk
+    with pytest.raises(DataError, match=r"x\.txt has .* too large for the memory of this machine: split it"):
+        open_documents("data.train", str(tmp_path / "x.txt"), ".txt")
+
+
+def test_a_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.data.documents._LONGEST_LINE", 100)
+    (tmp_path / "x.txt").write_text("short\n" + "x" * 200 + "\n")
+    with pytest.raises(DataError, match=r"x\.txt has a line of more than 100 characters"):
+        open_lines(tmp_path / "x.txt")
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz"])
+def test_a_pipe_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(DataError, match=r"x\.txt|no such file"):
+            open_documents("data.train", str(source), ".txt")

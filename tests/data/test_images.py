@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import struct
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -210,3 +212,36 @@ def test_deep_pixels_are_scaled_and_transparency_is_white(tmp_path: Path) -> Non
     Image.fromarray(ramp.astype(np.float32)).save(tmp_path / "f.tiff")
     with pytest.raises(DataError, match=r"f\.tiff has pixels of 32 bits"):
         read_image(tmp_path / "f.tiff", 8)
+
+
+def test_images_are_known_by_their_content_and_not_by_their_place(opened: Opener, folder: Path, tmp_path: Path) -> None:
+    before = open_images(opened, folder).fingerprint
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    os.utime(copy / "cat" / "0.png", (1, 1))
+    assert open_images(opened, copy).fingerprint == before
+    content = bytearray((copy / "cat" / "0.png").read_bytes())
+    content[-20] ^= 1
+    (copy / "cat" / "0.png").write_bytes(content)
+    assert open_images(opened, copy).fingerprint != before, "one bit, and the same size"
+
+
+def test_all_images_of_a_large_set_are_looked_at(opened: Opener, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are too many bytes, the first ones of each image count."""
+    monkeypatch.setattr("stretto.data.images._IDENTIFIED", 1)
+    before, path = open_images(opened, folder).fingerprint, folder / "dog" / "3.png"
+    Image.new("L", (8, 8), GREY + 1).save(path)
+    assert open_images(opened, folder).fingerprint != before
+
+
+def test_files_that_are_not_images_are_named(opened: Opener, folder: Path) -> None:
+    assert "not images, and left out: 1 file" in open_images(opened, folder).describe()
+    assert "notes.txt" in open_images(opened, folder).describe()
+
+
+@pytest.mark.parametrize("size", [(20_000, 20_000), (1, 100_000_000)])
+def test_absurd_sizes_are_refused_before_they_are_unpacked(tmp_path: Path, size: tuple[int, int]) -> None:
+    width, height = size
+    header = struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 54, 0, 0, 54, 40, width, height, 1, 24, 0, 0, 1, 1, 0, 0)
+    (tmp_path / "x.bmp").write_bytes(header + bytes(64))
+    with pytest.raises(DataError, match=r"cannot read the image .*x\.bmp.*pixels"):
+        read_image(tmp_path / "x.bmp", 8)

@@ -79,7 +79,8 @@ class Watch:
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             return self._judge_open(os.fsdecode(args[0]), int(args[2] or 0))
         if event in CHANGES:
-            paths = [os.fsdecode(path) for path in args[:2] if isinstance(path, str | bytes | os.PathLike)]
+            folder = next((arg for arg in args[1:] if type(arg) is int and arg >= 0), None)  # or the mode of a file
+            paths = [place(path, folder) for path in args[:2] if isinstance(path, str | bytes | os.PathLike)]
             outside = [path for path in paths if not self._may_write(path, follow=False)]
             return f"{event} {outside}" if outside else ""
         if event == "import" and PLANTED in str(args[0]):
@@ -117,6 +118,14 @@ class Watch:
         return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
 
 
+def place(path: Any, folder: int | None) -> str:
+    """The path of a file that may be named relative to an open folder."""
+    path = os.fsdecode(path)
+    if os.path.isabs(path) or folder is None or not os.path.exists(f"/proc/self/fd/{folder}"):
+        return path
+    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
+
+
 watch: Watch | None = None
 
 
@@ -134,29 +143,37 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
         raise Forbidden(offence)
 
 
+pillow: Any = Image
+numpy: Any = np
+images: Any = stretto.data.images
+folder: Any = stretto.convert.folder
+start: Any = stretto.train
+runtime: Any = stretto.runtime
+
+
 def _open_without_formats() -> None:
-    real = Image.open
-    Image.open = lambda fp, mode="r", formats=None: real(fp, mode)  # type: ignore[assignment]
+    real = pillow.open
+    pillow.open = lambda fp, mode="r", formats=None: real(fp, mode)
 
 
 def _follow_links() -> None:
-    stretto.train.refuse_links = lambda run: None
-    stretto.runtime.open_in_place = lambda path: os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    start.refuse_links = lambda run: None
+    runtime.open_in_place = lambda path: os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
 
 def _unpickle() -> None:
     """Takes a pickle where an .npz should be."""
-    stretto.data.images._read_arrays = lambda path: pickle.loads(path.read_bytes())
+    images._read_arrays = lambda path: pickle.loads(path.read_bytes())
 
 
 def _join_without_check() -> None:
-    stretto.convert.folder._is_inside = lambda name: True
+    folder._is_inside = lambda name: True
 
 
 def _allow_objects() -> None:
-    stretto.data.images._check_header = lambda name, file, size: None
-    real = np.load
-    np.load = lambda file, allow_pickle=False: real(file, allow_pickle=True)
+    real = numpy.load
+    images._check_header = lambda name, file, size: None
+    numpy.load = lambda file, allow_pickle=False: real(file, allow_pickle=True)
 
 
 # What the tests plant to see that the hook would notice.

@@ -206,9 +206,6 @@ def describe_array(dtype: str, shape: str) -> str:
     return f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
 
 
-# --- Hugging Face folders -------------------------------------------------------------------------------------------
-
-
 def make_model_folder(places: Places) -> Path:
     """A GPT-2 of the sizes of the trained run, with its weights."""
     folder = places.new("hf")
@@ -316,9 +313,6 @@ def list_headers() -> dict[str, bytes]:
     }
 
 
-# --- Run folders ----------------------------------------------------------------------------------------------------
-
-
 def copy_run(places: Places, run: Path | None = None) -> Path:
     return Path(shutil.copytree(run or places.run, places.new("run")))
 
@@ -363,9 +357,6 @@ def on_run(name: str, places: Places, run: Path, command: str = "resume", codes:
     return Case(name, argv, codes, find_run(argv))
 
 
-# --- The lists ------------------------------------------------------------------------------------------------------
-
-
 def list_pickles(places: Places) -> Iterator[Case]:
     """X1: pickles and programs in the place of data."""
     for kind, content in list_programs(places).items():
@@ -373,7 +364,7 @@ def list_pickles(places: Places) -> Iterator[Case]:
             yield on_model(f"{kind} as {name}", places, put(name, content))
         yield on_data(f"{kind} as .npz", on_images(places, write(places.new("x.npz"), content)))
         yield on_data(f"{kind} as .png", on_images(places, make_image_folder(places, "x.png", content)))
-        if kind != "pickle 0":  # which is text: a model may learn it
+        if kind not in ("pickle 0", "pickle 1"):  # which are text: a model may learn it
             yield on_data(f"{kind} as text", on_text(places, write(places.new("x.txt"), content)))
         yield on_data(f"{kind} as .gz", on_text(places, write(places.new("x.txt.gz"), content)))
         yield on_data(f"{kind} as tokenizer", on_text(places, places.root / "text",
@@ -433,13 +424,14 @@ def list_pickles(places: Places) -> Iterator[Case]:
 def list_data_sets(places: Places) -> Iterator[Case]:
     """X1: data sets with scripts and pickles, for the `datasets` library."""
     evil = f"import os\nos.system('touch {places.outside}/pwned')  # {PLANTED}\n"
-    for name, files in {
+    sets: dict[str, dict[str, str | bytes]] = {
         "script": {"x/x.py": evil},
         "script and data": {"x/x.py": evil, "x/notes.bin": "none"},
         "pickles": {"x/train.pkl": make_pickle(places)},
         "pickled frame": {"x/train.pickle": make_pickle(places)},
         "torch file": {"x/train.pt": make_torch_file(places)},
-    }.items():
+    }
+    for name, files in sets.items():
         folder = places.new("d") / "x"
         for path, content in files.items():
             write(folder.parent / path, content)
@@ -513,8 +505,8 @@ def list_sizes(places: Places) -> Iterator[Case]:
     sizes = {"n_layer": 10**9, "n_embd": 10**9, "vocab_size": 10**12, "n_positions": 10**12, "n_inner": 10**12}
     for name, value in (sizes | {"n_head": 0}).items():
         yield on_model(f"{name} = {value}", places, change_config(**{name: value}), codes=(3,))
-    for value in ("many", [1], {"a": 1}, -1, 0, 1.5, True, None, 10**400):
-        yield on_model(f"n_layer = {str(value)[:20]}", places, change_config(n_layer=value), codes=(3,))
+    for odd in ("many", [1], {"a": 1}, -1, 0, 1.5, True, None, 10**400):
+        yield on_model(f"n_layer = {str(odd)[:20]}", places, change_config(n_layer=odd), codes=(3,))
     for text in (DEEP, "[]", "5", '{"n_layer": ' + "1" * 5000 + "}", "", '{"model_type": ["gpt2"]}'):
         yield on_model(f"config.json is {text[:20]}", places, put("config.json", text), codes=(3,))
     for key, value in {
@@ -587,8 +579,8 @@ def list_disguises(places: Places) -> Iterator[Case]:
     contents = {kind: content for kind in foreign if (content := _try_image(kind))}
     contents |= list_other_formats()
     for number, (kind, content) in enumerate(contents.items()):
-        for turn in range(3):
-            suffix = list(FORMATS)[(3 * turn + number) % len(FORMATS)]
+        for turn in range(2):
+            suffix = list(FORMATS)[(4 * turn + number) % len(FORMATS)]
             folder = make_image_folder(places, f"x{suffix}", content)
             yield on_data(f"{kind} as {suffix}", on_images(places, folder), says=f"x{suffix}")
         path = write(places.new("x.png"), content)
