@@ -68,7 +68,8 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(
     wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree)))
     kills, goal, places, longest = 0, KILLS if whole else 15, set(), 1.5
     for number in count():
-        recipe, newest, code = write_recipe(tmp_path, f"run-{number}", tree), None, -9
+        recipe, code = write_recipe(tmp_path, f"run-{number}", tree), -9
+        newest: int | None = None
         while code == -9 and kills < goal:
             started = server.start(recipe)
             pause(dice, 0.02, longest)
