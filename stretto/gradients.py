@@ -72,11 +72,16 @@ class Averaged(Gradients):
 
 
 class Sharded(Gradients):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, gaps: bool = False) -> None:
         super().__init__(model)
         self.copies = dist.get_world_size()
         places = {place for p in model.parameters() if isinstance(p, DTensor) for place in p.placements}
         self.repeats = any(not place.is_shard() for place in places)  # several processes have the same part
+        if gaps:  # torch can leave a block out of a pass that is added up only if the block has been gathered before
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
 
     def sync(self, last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.model, FSDPModule)
@@ -179,7 +184,7 @@ def choose_gradients(model: nn.Module, sharded: bool, gaps: bool, num_passes: in
     """`gaps`: steps leave parameters without a gradient. `num_passes`: backward passes of an update, over all
     processes, that may be recorded; 0: none is."""
     if sharded:
-        return Sharded(model)
+        return Sharded(model, gaps)
     if num_passes > 1:
         return Static(model)
     if num_passes == 1 or not dist.is_initialized():

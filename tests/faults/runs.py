@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.distributed.processes import find_port
 from tests.runs import PATIENCE_S, change
 
 ROOT = Path(__file__).parents[2]
+EXIT = "exit.json"  # what a run writes when it ends by itself
 Tree = dict[str, Any]
 
 
@@ -50,6 +52,7 @@ class Server:
         """Starts a run; its output goes to a file beside the recipe."""
         log, argv = recipe.with_suffix(".log"), ["train", str(recipe), *(["--resume"] if resume else [])]
         log.write_text("")
+        (recipe.with_suffix("") / EXIT).unlink(missing_ok=True)  # of the run before, else a wait for this one would end
         port = find_port() if world > 1 else 0
         return Started(self, self.ask(world=world, port=port, argv=argv, log=str(log), plants=[*plants]), log)
 
@@ -162,15 +165,19 @@ def last_step(run: Path) -> int:
 
 def wait_for_steps(run: Path, number: int) -> None:
     """Waits until the log has so many steps more than now."""
-    deadline, goal = time.monotonic() + PATIENCE_S, last_step(run) + number
-    while last_step(run) < goal and time.monotonic() < deadline:
-        time.sleep(0.02)
+    goal = last_step(run) + number
+    wait_until(run, lambda: last_step(run) >= goal)
 
 
 def wait_for_checkpoint(run: Path) -> None:
     """Waits until a run has saved something; its log may be ahead of that."""
+    wait_until(run, lambda: bool(checkpoint.steps(run / "checkpoints")))
+
+
+def wait_until(run: Path, holds: Callable[[], bool]) -> None:
+    """Waits for something, but not for a run that has ended."""
     deadline = time.monotonic() + PATIENCE_S
-    while not checkpoint.steps(run / "checkpoints") and time.monotonic() < deadline:
+    while not holds() and not (run / EXIT).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

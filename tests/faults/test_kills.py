@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -61,30 +60,30 @@ def assert_undisturbed(run: Path, wanted: Ending) -> None:
 def test_runs_killed_again_and_again_end_with_the_same_bits(
     server: Server, tmp_path: Path, whole: bool, tally: Tally, way: str
 ) -> None:
-    """A run that is done before there were enough kills is followed by another one."""
+    """A run that is done before there were enough kills is followed by another one. On a busy machine a run needs more
+    time to get anywhere: about two kills of three come after something new was saved."""
     if not whole and way != "dropped":
         pytest.skip("one kind of run is killed in the quick part")
     tree, dice = make_tree(tmp_path, way, 200 if whole else 50), random.Random(way)
-    began, undisturbed = time.monotonic(), server.start(write_recipe(tmp_path, "undisturbed", tree))
-    wait_for_checkpoint(tmp_path / "undisturbed")
-    longest = max(1.5, 2 * (time.monotonic() - began))  # on a busy machine, a run needs more time to get anywhere
-    assert undisturbed.wait() == [0], undisturbed.log.read_text()
-    wanted = read_ending(tmp_path / "undisturbed")
-    kills, places, goal = 0, set(), KILLS if whole else 15
+    wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree)))
+    kills, goal, places, longest = 0, KILLS if whole else 15, set(), 1.5
     for number in count():
         recipe, code = write_recipe(tmp_path, f"run-{number}", tree), -9
+        newest: int | None = None
         while code == -9 and kills < goal:
             started = server.start(recipe)
             pause(dice, 0.02, longest)
             started.kill()
             (code,) = started.wait()
             kills += code == -9
-            places.add(checkpoint.find_newest(tmp_path / f"run-{number}" / "checkpoints"))
+            before, newest = newest, checkpoint.find_newest(tmp_path / f"run-{number}" / "checkpoints")
+            longest = max(1.5, longest * (1.2 if newest == before else 0.9))
+            places.add(newest)
         assert code in (0, -9), started.log.read_text()
         assert_undisturbed(server.run(recipe), wanted)
         if kills == goal:
             break
-    assert len(places) > 3, "kills came before anything was saved, all of them"
+    assert len(places) > 3, "hardly anything was saved before a kill"
     tally("kills", kills)
 
 

@@ -37,6 +37,11 @@ WAYS: dict[str, dict[str, Any]] = {  # of two processes to work together
     },
     "shard lean": {"parallel__data": "shard", "techniques__lean": {"blocks": 1, "qkv": "input"}, **FUSED},
     "shard standardized": {"parallel__data": "shard", "techniques__standardize": {"warmup": 5, "stride": 3}, **FUSED},
+    # Blocks are left out from the first step of each piece on, in the first of several passes.
+    "shard dropped bf16": {
+        "parallel__data": "shard", "techniques__layer_drop": {"theta": 0.1, "schedule": "constant", "index": "text"},
+        "train__precision": "bf16", "train__micro_batches": 4, "model__layers": 4,
+    },
     "shard fp16": {"parallel__data": "shard", "train__precision": "fp16"},
     "gather": {"parallel__sequence": 2, "parallel__sequence_method": "gather", **FUSED},
     "ring dropped": {"parallel__sequence": 2, "parallel__sequence_method": "ring", **DROP, **FUSED},
