@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
@@ -23,7 +24,7 @@ from stretto.report import EVENTS, GAP, Terminal
 from stretto.runtime import EXIT
 
 LABEL = 10  # columns left of the curve
-HIGHEST_CURVE, OTHER_LINES = 14, 7
+WIDEST, HIGHEST_CURVE, OTHER_LINES = 160, 14, 7
 RECENT = 20  # logged steps that tell how fast the run is now
 PATIENCE_S = 60  # without a new line, before the reader is told
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: four rows of two
@@ -79,11 +80,12 @@ class View:
         for pieces in (self.list_progress(), self.list_speed()):
             lines += [_line(fit(pieces, width), encoding)] if pieces else []
         if self.total and not math.isnan(self.history.steps):
-            lines.append(ProgressBar(self.total, self.history.steps, min(width, 160)))
+            bar = ProgressBar(self.total, self.history.steps, min(width, WIDEST))
+            lines.append(Padding(bar, 0))  # a bar alone does not end its line
         if encoding.startswith("utf"):
             height = max(3, min(HIGHEST_CURVE, console.height - OTHER_LINES))
             curve, marks = self.history.curve("loss"), self.history.curve("eval_loss")
-            lines += draw_curve(curve, marks, min(width, 160) - LABEL, height)
+            lines += draw_curve(curve, marks, min(width, WIDEST) - LABEL, height)
         return Group(*lines)
 
     def explain_state(self) -> str:
