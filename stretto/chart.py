@@ -70,7 +70,7 @@ def _find_series(chart: Chart, runs: Sequence[History]) -> list[Series]:
     found = []
     for k, run in enumerate(runs):
         for key, dots, kind in ((chart.key, False, "training"), (chart.second, True, "evaluation")):
-            points = [(*point[:3], point[3] * chart.factor) for point in run.curve(key)] if key else []
+            points = [(*point[:3], point[3] * chart.factor) for point in run.curve(key, dots)] if key else []
             alone = kind if chart.key == "loss" else ""
             name = alone if len(runs) == 1 else f"{run.name}, {kind}" if dots else run.name
             if points:
@@ -145,10 +145,10 @@ def draw(series: Sequence[Series], resumed: Iterable[tuple[str, Place]], from_ze
     for one in series:
         points = thin(one.points, most)
         places = [(x(p[0]), y(p[3])) if math.isfinite(p[3]) else None for p in points]
-        parts.append(f'<path class="line s{one.colour}{" thin" if one.dots else ""}" d="{_path(places)}"/>')
+        kind = " thin" * one.dots + " dash" * (one.run >= COLOURS)
+        parts.append(f'<path class="line s{one.colour}{kind}" d="{_path(places)}"/>')
         if one.dots or len(points) < FEW:
-            marks = (f'<circle class="s{one.colour}" cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="3"/>' for p in places if p)
-            parts += marks
+            parts += [f'<circle class="s{one.colour}" cx="{p[0]:.1f}" cy="{p[1]:.1f}" r="3"/>' for p in places if p]
     return _svg(width, height, parts)
 
 

@@ -51,8 +51,8 @@ class History:
         names = dict.fromkeys(key for event in self.evaluations for key in event if key not in known)
         return [name for name in names if finite(self.evaluations, name)]
 
-    def curve(self, key: str) -> list[Point]:
-        lines = self.evaluations if key == "eval_loss" or key in self.scores else self.training
+    def curve(self, key: str, evaluated: bool = False) -> list[Point]:
+        lines = self.evaluations if evaluated or key == "eval_loss" else self.training
         return [(*line["at"], number(line, key)) for line in lines if key in line]
 
     def best(self, key: str) -> Point | None:

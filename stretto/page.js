@@ -5,7 +5,8 @@
 const data = JSON.parse(document.getElementById("data").textContent); // charts, and where runs were resumed
 const form = document.getElementById("controls");
 const figures = [...document.querySelectorAll("figure")];
-const [LEFT, RIGHT, TOP, BOTTOM, FEW, VALUE] = [52, 14, 8, 24, 20, 3]; // VALUE: behind step, tokens and seconds in a point
+const [LEFT, RIGHT, TOP, BOTTOM, FEW, COLOURS] = [52, 14, 8, 24, 20, 8]; // as in chart.py
+const VALUE = 3; // behind step, tokens and seconds in a point
 const AXES = ["step", "tokens", "time"];
 const known = (value) => Number.isFinite(value);
 
@@ -122,7 +123,7 @@ function draw(chart, figure, { axis, weight, log, hidden }) {
     if (!hidden.has(run)) svg.append(element("path", { class: kind, d: `M${x(place[axis])} ${TOP}V${height - BOTTOM}` }));
   }
   const line = (one, points, more) => svg.append(element("path", {
-    class: `line s${one.colour} ${more}`, d: path(points.map((point) => [x(point[axis]), known(point[VALUE]) ? y(point[VALUE]) : NaN])),
+    class: `line s${one.colour} ${more} ${one.run < COLOURS ? "" : "dash"}`, d: path(points.map((point) => [x(point[axis]), known(point[VALUE]) ? y(point[VALUE]) : NaN])),
   }));
   for (const one of shown) {
     if (one.raw !== one.points) line(one, one.raw, "faint");

@@ -87,6 +87,14 @@ def set_smoothing(browser: Browser, value: int) -> None:
     browser.value("{" + script.format(value, "{bubbles: true}") + "}")
 
 
+def point_at_the_middle(browser: Browser) -> None:
+    """Of the steps in the first chart."""
+    browser.value("document.querySelector('figure').scrollIntoView()")
+    box = "document.querySelector('figure').getBoundingClientRect()"
+    left, top, width = (browser.value(f"{box}.{side}") for side in ("left", "top", "width"))
+    browser.point(left + 52 + (width - 66) / 2.02, top + 100)
+
+
 def test_all_charts_are_drawn(quiet: Browser, one: Path) -> None:
     quiet.open(one)
     assert quiet.value(POINTS) == [True] * 7
@@ -136,9 +144,7 @@ def test_a_log_scale(quiet: Browser, one: Path) -> None:
 def test_values_under_the_pointer_and_by_keys(quiet: Browser, one: Path) -> None:
     quiet.open(one)
     assert quiet.value("document.querySelectorAll('.tip, .guide').length") == 0
-    box = "document.querySelector('figure').getBoundingClientRect()"
-    left, top, width = (quiet.value(f"{box}.{side}") for side in ("left", "top", "width"))
-    quiet.point(left + 52 + (width - 66) / 2.02, top + 100)
+    point_at_the_middle(quiet)
     tip = quiet.value("document.querySelector('.tip').innerText").split("\n")
     assert tip == ["step 100", f"training {2 + 4 * math.exp(-2.5) + 0.1 * math.sin(700):.4f}", "evaluation 2.5283"]
     assert quiet.value("document.querySelectorAll('path.guide').length") == 7, "in all charts"
@@ -172,6 +178,9 @@ def test_no_page_is_wider_than_the_screen(quiet: Browser, one: Path, four: Path,
         press(quiet, "summary")
         assert quiet.value("document.documentElement.scrollWidth") == width
         assert quiet.value("document.querySelector('figure').clientWidth") >= min(width, 1000) - 60
+        point_at_the_middle(quiet)
+        assert quiet.value("document.querySelector('.tip').getBoundingClientRect().width") > 80
+        assert quiet.value("document.documentElement.scrollWidth") == width, "also with a long name under the pointer"
         small = "[...document.querySelectorAll('svg text')].every(t => t.getBoundingClientRect().height > 9)"
         assert quiet.value(small), "text is readable"
 

@@ -240,7 +240,7 @@ def test_points_know_steps_tokens_and_seconds_at_work() -> None:
     history = gather(KNOWN)
     assert history.curve("loss") == [(1, 64, 1, 4.0), (2, 128, 2, 3.5), (3, 192, 5, 3.0)]
     assert history.curve("eval_loss") == [(2, 128, 2, 3.25), (3, 192, 6, 3.75)]
-    assert (history.scores, history.curve("bleu")) == (["perplexity", "bleu"], [(3, 192, 6, 12.5)])
+    assert (history.scores, history.curve("bleu", evaluated=True)) == (["perplexity", "bleu"], [(3, 192, 6, 12.5)])
     assert history.resumed == [(2, 128, 2)] and history.seconds == 12
     assert reach(history.curve("loss"), 3.5) == (2, 128, 2) and reach(history.curve("loss"), 1.0) is None
 
@@ -248,6 +248,12 @@ def test_points_know_steps_tokens_and_seconds_at_work() -> None:
 def test_evaluations_between_logged_steps_have_tokens_too() -> None:
     history = gather([{"step": 4, "tokens": 400, "loss": 1.0}, {"step": 5, "eval_loss": 1.0}])
     assert history.curve("eval_loss") == [(5, 500, 0, 1.0)]
+
+
+def test_a_score_with_the_name_of_a_training_value_stays_a_score(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "run", [line(1, 4.0), {"step": 1, "eval_loss": 3.0, "loss": 2.0}])
+    first, _, third = data_of(page)["charts"][:3]
+    assert [one["points"][0][3] for one in first["series"]] == [4, 3] and third["series"][0]["points"][0][3] == 2
 
 
 def test_a_clock_that_is_put_back_costs_no_time() -> None:
@@ -370,6 +376,7 @@ def test_runs_of_one_name_are_told_apart_and_many_stay_small(tmp_path: Path) -> 
     page = write_comparison(folders, tmp_path / "out.html").read_text(encoding="utf-8")
     check_whole(page)
     assert f"{tmp_path}/7/&lt;b&gt;run" in page and "<b>run" not in page
+    assert len(re.findall('class="line s0"', page)) == len(re.findall('class="line s0 dash"', page)) // 2 > 0
 
 
 def test_what_cannot_be_compared_or_written_is_named(tmp_path: Path) -> None:
