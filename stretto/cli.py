@@ -96,12 +96,27 @@ def check(run: Run) -> None:
 
 
 @app.command()
-def report(run: Run) -> None:
-    """Write the run's report.html anew."""
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="a run folder; several are compared on one page")],
+    out: Annotated[
+        Path | None, typer.Option(help="where the page goes: RUN/report.html, or comparison.html here for several runs")
+    ] = None,
+) -> None:
+    """Write the page of a run anew, or a page that compares several runs."""
+    from stretto.compare import COMPARISON, write_comparison
     from stretto.page import write_report
     from stretto.runtime import choose_device
 
-    typer.echo(write_report(run, choose_device()))
+    path = write_report(runs[0], choose_device(), out) if len(runs) == 1 else None
+    typer.echo(path or write_comparison(runs, out or Path(COMPARISON)))
+
+
+@app.command()
+def watch(run: Run) -> None:
+    """Show in the terminal how a run goes on; Ctrl-C ends the watching, not the run."""
+    from stretto.watch import watch as follow
+
+    follow(run)
 
 
 @app.command()
@@ -183,7 +198,7 @@ def numerics(
         typer.echo(line)
     if out is not None:
         from stretto.files import write_text
-        from stretto.page import EVAL, INK, STYLE, TRAIN
+        from stretto.style import EVAL, INK, STYLE, TRAIN
 
         write_text(out, draw_sums(sums, STYLE, (TRAIN, EVAL, INK)))
         typer.echo(out)

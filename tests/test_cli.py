@@ -48,6 +48,7 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["eval", "no-run"], 5, "no-run"),
         (["generate", "no-run"], 5, "no-run"),
         (["report", "no-run"], 5, "no-run"),
+        (["report", "no-run", "other-run"], 5, "no-run"),
         (["export", "no-run", "out"], 5, "no-run"),
         (["export", "no-run", "out", "--to", "onnx"], 2, "--to"),
         (["train", "demo", "--set", "model.init=/no/such/model"], 3, "/no/such/model"),

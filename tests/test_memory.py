@@ -384,4 +384,4 @@ def test_a_run_reports_what_it_holds_beside_the_prediction(make_config: MakeConf
     assert {key: predicted[key] for key in measured} == measured and measured["moments"] == 2 * measured["weights"]
     assert ("peak" in predicted) == kernels
     page = (folder / "report.html").read_text()
-    assert "<h2>Memory</h2>" in page and f"<td>{measured['weights']:,}</td><td>{predicted['weights']:,}</td>" in page
+    assert "<h2>Memory</h2>" in page and page.count(f'title="{measured["weights"]:,} bytes"') >= 2

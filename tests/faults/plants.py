@@ -32,8 +32,8 @@ def after_load(act: Callable[[Any], None]) -> None:
     """Has a function called with a run that was loaded from a checkpoint."""
     load_latest = stretto.train.load_latest
 
-    def watched(run: Any) -> None:
-        load_latest(run)
+    def watched(run: Any, before: int | None = None) -> None:
+        load_latest(run, before)
         if run.step:
             act(run)
 
