@@ -61,8 +61,11 @@ def evaluate_run(
     """Measure a trained run: loss, and BLEU or accuracy where the task has them."""
     from stretto.evaluate import measure
 
-    for name, value in measure(run, beam).items():
+    scores = measure(run, beam)
+    counts = [scores.pop(name) for name in ("batches", "all_batches", "batches_while_training")]
+    for name, value in scores.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+    typer.echo("batches: {} of {}; evaluations while it was trained: over {}".format(*counts))
 
 
 @app.command()

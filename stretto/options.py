@@ -39,7 +39,7 @@ def list_options(section: type[Any]) -> list[Option]:
             meanings.get(item.name, ""),
             describe_kind(Literal[("", *PRESETS)] if item.name == "preset" else hints[item.name]),
             getattr(plain, item.name),
-            next((part for part in get_args(hints[item.name]) if is_dataclass(part)), None),
+            next((part for part in get_args(hints[item.name]) if isinstance(part, type) and is_dataclass(part)), None),
         )
         for item in fields(section)
     ]
@@ -85,8 +85,8 @@ def describe_kind(hint: Any) -> str:
 def explain_config(config: Config) -> str:
     """Writes a configuration with the meaning, the kind and the default of every option; loading it gives the same."""
     lines = [
-        f"# All options of Stretto {__version__}. Keep what you change in a recipe of your own: what it leaves out has its",
-        "# default. Subsections that are off are comments.",
+        f"# All options of Stretto {__version__}. A recipe of your own needs those alone that it changes; the others",
+        "# have their defaults. Subsections that are off are comments.",
     ]
     for name, section in get_type_hints(Config).items():
         lines += ["", *_explain_section(name, section, getattr(config, name))]

@@ -87,10 +87,11 @@ $sections
 def write_report(folder: Path, device: torch.device) -> Path:
     """Writes the page of a trained run, with a sample from the model where it is one that generates text."""
     config = load_run_config(folder)
-    if config.checkpoint.keep == 0:  # there is no model
+    if config.checkpoint.keep == 0 or config.model.own:  # there is no model, or none that this could build
         return write_page(folder, dump_config(config))
     trained = load_trained(folder, device)
-    text = sample(trained, trained.config.train.sample) if isinstance(trained.model, Decoder) else ""
+    writes = isinstance(trained.model, Decoder) and trained.tokenizer is not None
+    text = sample(trained, trained.config.train.sample) if writes else ""
     return write_page(folder, dump_config(trained.config), text)
 
 
@@ -143,7 +144,9 @@ def _headline(events: Sequence[Event], training: list[Event], evaluations: list[
         note = f"first → last, {odd:,} not finite" if odd else "first → last"
         tiles.append(("Loss", f"{_show(losses[0])} → {_show(losses[-1])}", note))
     if scored := [(_number(e, "eval_loss"), e["step"]) for e in evaluations if _finite([e], "eval_loss")]:
-        tiles.append(("Best evaluation loss", _show(min(scored)[0]), f"at step {_show(min(scored)[1])}"))
+        counts = [_show(evaluations[-1][key]) for key in ("batches", "all_batches") if key in evaluations[-1]]
+        over = f", {' of '.join(counts)} batches" if counts else ""
+        tiles.append(("Best evaluation loss", _show(min(scored)[0]), f"at step {_show(min(scored)[1])}{over}"))
     if speeds := _finite(training, "tokens_per_s"):
         tiles.append(("Tokens/s", f"{statistics.median(speeds):,.0f}", "median"))
     if used := [value for value in _finite(training, "mfu") if value]:

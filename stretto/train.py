@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ from stretto.batch import Batch
 from stretto.build import Trainable, build, describe_context, find_portion, run_step
 from stretto.config import Config
 from stretto.convert.folder import load_weights
-from stretto.data import Data, open_data
+from stretto.data import Data, keep_tokenizer, open_data
 from stretto.data.stream import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted
 from stretto.evaluate import evaluate
 from stretto.files import make_folder, refuse_links
 from stretto.flops import tokens_per_sample, training_flops
+from stretto.generate import find_prompt
+from stretto.given import Callbacks, Given
 from stretto.mesh import Mesh, build_mesh
+from stretto.notes import explain_start, find_warnings
 from stretto.optim import learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
 from stretto.report import Meter, Report
@@ -27,6 +30,8 @@ from stretto.runtime import Runtime
 from stretto.techniques import identify, open_techniques
 from stretto.techniques.technique import At
 from stretto.trained import save_run
+
+NOTHING = Given()
 
 
 @dataclass
@@ -42,43 +47,49 @@ class Run:
     tokens: int = 0  # read by them
     best: float = math.inf  # lowest evaluation loss so far
     best_step: int = 0
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     @property
     def checkpoints(self) -> Path:
         return Path(self.config.run.dir) / "checkpoints"
 
 
-def train(config: Config, resume: bool = False) -> Path:
-    """Trains what the configuration says and returns the run folder."""
+def train(config: Config, resume: bool = False, given: Given = NOTHING) -> Path:
+    """Trains what the configuration says, and what it was given, and returns the run folder."""
+    config = given.complete(config)
     with runtime.start(config.run) as rt:
-        run_from_start_to_end(config, rt, resume)
+        run_from_start_to_end(config, rt, resume, given)
     return Path(config.run.dir)
 
 
-def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
+def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Given = NOTHING) -> None:
     """A function of its own, so that no model is left when the process group is destroyed (runtime.py): a model in DDP
     would hold the group until then, and destroy it while it holds the GIL, for which threads of gloo may be waiting."""
     folder = Path(config.run.dir)
     with ExitStack() as cleanup:
+        callbacks = cleanup.enter_context(Callbacks(given.callbacks, rt))
         mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
         open_techniques(config, describe_context(config, rt, mesh))  # what cannot work is known before data are read
         if rt.is_main:
             _prepare_folder(folder, resume)
             cleanup.enter_context(runtime.lock_folder(folder))
             cleanup.enter_context(runtime.recording_exit(folder, rt, config.run.timeout_s))
-        data = _open_data(config, folder, rt)
+        data = _open_data(config, folder, rt, given)
         if not rt.is_main:  # from here on it is certain that no other run has the folder
             cleanup.enter_context(runtime.recording_exit(folder, rt, config.run.timeout_s))
         config = complete(config, data, mesh)
-        run = Run(config, data, build(config, rt, mesh), rt, mesh)
+        parts = build(config, rt, mesh, given.model)
+        run = Run(config, data, parts, rt, mesh, callbacks=callbacks)
         if resume:
             load_latest(run)
         origin = start_from_folder(run) if config.model.init and run.step == 0 else []
         report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
         if rt.is_main:
             save_run(folder, config, data.labels)
-        notes = [*origin, *_explain_parts(config, mesh), *run.parts.executor.take_notes()]
-        report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe(), *notes)
+        notes = [*origin, *explain_start(config, mesh, parts, run.step, resume), *parts.executor.take_notes()]
+        report.start(runtime.describe_environment(rt), data.describe(), parts.describe(), *notes)
+        for warning in find_warnings(config, data, rt.device) if rt.is_main else ():
+            runtime.tell(f"warning: {warning}")
         run_loop(run, report)
         if rt.is_main:
             report.attempt("report.html", lambda: report.say(f"report: {write_report(folder, rt.device)}"))
@@ -115,7 +126,10 @@ def run_loop(run: Run, report: Report) -> None:
             cancelled = parts.update.guard.check(run.step)
             loss = float(rt.sum_tensor(loss_sum)) / max(labels, 1)
             values = {"step": run.step, "loss": loss, "lr": lr, "grad_norm": float(grad_norm), "tokens": run.tokens}
-            report.train_line(values | meter.read() | {"cancelled": cancelled}, meter.seconds_per_step)
+            values |= meter.read() | {"cancelled": cancelled}
+            report.train_line(values, meter.seconds_per_step)
+            with meter.paused():
+                run.callbacks.after_step(run.step, values)
         elif run.step == first + 1:
             meter.restart()  # the first step compiles and allocates: its time says nothing about the others
         with meter.paused():
@@ -137,6 +151,7 @@ def evaluate_now(run: Run, report: Report) -> bool:
     parts, num_batches = run.parts, run.config.train.eval_batches
     scores = evaluate(parts.model, parts.update.precision, run.data, num_batches, run.rt, run.mesh, parts.techniques)
     report.eval_line(run.step, scores)
+    run.callbacks.after_evaluation(run.step, scores)
     if not scores["eval_loss"] < run.best:  # also if it is NaN
         return False
     run.best, run.best_step = scores["eval_loss"], run.step
@@ -161,6 +176,7 @@ def save(run: Run) -> None:
     if run.rt.is_main:
         checkpoint.save(run.checkpoints, shot, run.config.checkpoint.keep)
     run.rt.barrier()
+    run.callbacks.after_save(run.step, run.checkpoints / f"step-{run.step:08d}")
 
 
 def load_latest(run: Run) -> None:
@@ -214,7 +230,7 @@ def _identity(run: Run) -> dict[str, Any]:
 
 def complete(config: Config, data: Data, mesh: Mesh) -> Config:
     """Fills in what only the data can tell, and checks that it and the number of processes fit."""
-    model, parts = config.model, find_portion(config, mesh).parts
+    model, parts, sample = config.model, find_portion(config, mesh).parts, config.train.sample
     if model.positions == "rotary":  # no table to outgrow: what was trained can also be generated
         model = replace(model, max_len=max(model.max_len, config.data.seq_len))
     if data.tokenizer is not None:
@@ -223,8 +239,13 @@ def complete(config: Config, data: Data, mesh: Mesh) -> Config:
             model = replace(model, vocab=-(-size // 64) * 64)
         elif model.vocab < size:
             raise ConfigError(f"model.vocab = {model.vocab} is smaller than the tokenizer's {size}; set it to 0")
-        if model.kind == "decoder" and len(data.tokenizer.encode(config.train.sample)) + 1 >= model.max_len:
-            raise ConfigError(f"train.sample is longer than model.max_len = {model.max_len} tokens")
+        if model.kind == "decoder":
+            sample = sample or find_prompt(data, data.tokenizer, model.max_len)
+            if len(data.tokenizer.encode(sample)) + 1 >= model.max_len:
+                raise ConfigError(f"train.sample is longer than model.max_len = {model.max_len} tokens")
+    elif config.data.task != "images":
+        if model.vocab == 0 and not model.own:
+            raise ConfigError("model.vocab = 0 is that of the tokenizer, and these data have none: set it")
     elif model.classes == 0:
         model = replace(model, classes=len(data.labels))
     elif model.classes < len(data.labels):
@@ -234,16 +255,7 @@ def complete(config: Config, data: Data, mesh: Mesh) -> Config:
             f"data.batch_size = {config.data.batch_size} cannot be shared by {parts} {mesh.describe_teams()}: raise it "
             f"to {parts} or more, make train.micro_batches a multiple of {mesh.data_world}, or use fewer processes"
         )
-    return replace(config, model=model)
-
-
-def _explain_parts(config: Config, mesh: Mesh) -> list[str]:
-    """A line for the log, where a process has only a part of each micro-batch that it works on."""
-    parts, key = find_portion(config, mesh).parts, "max_tokens" if config.data.task == "translation" else "batch_size"
-    if parts == 1:
-        return []
-    size = getattr(config.data, key)
-    return [f"batch: {parts} {mesh.describe_teams()} share each micro-batch of data.{key} = {size:,}"]
+    return replace(config, model=model, train=replace(config.train, sample=sample))
 
 
 def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
@@ -281,7 +293,7 @@ def _prepare_folder(folder: Path, resume: bool) -> None:
     refuse_links(folder)
 
 
-def _open_data(config: Config, folder: Path, rt: Runtime) -> Data:
+def _open_data(config: Config, folder: Path, rt: Runtime, given: Given) -> Data:
     """The main process first: it may have to tokenise, and the others then find its files."""
 
     cfg = config.data
@@ -289,6 +301,9 @@ def _open_data(config: Config, folder: Path, rt: Runtime) -> Data:
         cfg = replace(cfg, tokenizer=str(folder / "data"))  # a run that has begun has all it needs of the other folder
 
     def open_it() -> Data:
+        if given.data is not None:
+            keep_tokenizer(given.data.tokenizer, folder / "data")
+            return given.data
         return open_data(cfg, seed=config.run.seed, folder=folder / "data", image_size=config.model.image_size)
 
     data = open_it() if rt.is_main else None
