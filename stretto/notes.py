@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import torch
 
-from stretto.build import Trainable, find_portion
+from stretto.build import find_portion
 from stretto.config import Config
 from stretto.data import Data
 from stretto.flops import training_flops
 from stretto.mesh import Mesh
+from stretto.techniques import Techniques
 
 PATIENCE_S = 3600.0  # a longer run on a CPU is worth a warning
-REACHED = 0.6  # of the speed of one large product, which training reaches on a CPU
+REACHED = 0.7  # of the speed of one large product, which training reaches on a CPU
 WORTH_TIMING = 1e13  # FLOPs: about a minute of a slow CPU
 
 
-def explain_start(config: Config, mesh: Mesh, parts: Trainable, first: int, resume: bool) -> list[str]:
+def explain_start(config: Config, mesh: Mesh, techniques: Techniques, first: int, resume: bool) -> list[str]:
     """Lines for the log. `first`: the number of steps that the run has behind it."""
-    total, names = config.train.steps, [technique.name for technique in parts.techniques]
+    total, names = config.train.steps, [technique.name for technique in techniques]
     lines = [f"techniques: {', '.join(names) or 'none'}", *_explain_parts(config, mesh)]
     if config.train.compile:
         lines.append("compiling (train.compile): the first step of each shape of batch takes up to some minutes")
@@ -77,4 +77,7 @@ def measure_cpu() -> float:
 
 
 def _say(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
+    for limit, size, unit in ((100, 1, "s"), (6000, 60, "minutes"), (172_800, 3600, "hours")):
+        if seconds < limit:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds / 86_400:,.0f} days"

@@ -86,7 +86,11 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
         if rt.is_main:
             save_run(folder, config, data.labels)
-        notes = [*origin, *explain_start(config, mesh, parts, run.step, resume), *parts.executor.take_notes()]
+        notes = [
+            *origin,
+            *explain_start(config, mesh, parts.techniques, run.step, resume),
+            *parts.executor.take_notes(),
+        ]
         report.start(runtime.describe_environment(rt), data.describe(), parts.describe(), *notes)
         for warning in find_warnings(config, data, rt.device) if rt.is_main else ():
             runtime.tell(f"warning: {warning}")
