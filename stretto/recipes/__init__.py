@@ -65,8 +65,10 @@ def find_recipe(name: str | Path) -> Path:
         return path if path.exists() else shipped
     names = list_recipes()
     close = get_close_matches(path.stem, names, n=1, cutoff=0.5)
-    known = f"; did you mean {close[0]!r}?" if close else f"; shipped: {', '.join(names)}"
-    raise ConfigError(f"there is no file {str(name)!r} and no shipped recipe of that name{known}")
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(
+        f"there is no file {str(name)!r} and no shipped recipe of that name (there are {', '.join(names)}){meant}"
+    )
 
 
 def list_recipes() -> dict[str, str]:
