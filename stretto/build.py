@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.batch import Batch
 from stretto.config import Config
@@ -42,7 +43,8 @@ class Trainable:
 
     def describe(self) -> str:
         size = sum(p.numel() for p in self.model.parameters())
-        words = [f"{self.model.cfg.kind} with {size / 1e6:.1f}M parameters", self.update.precision]
+        kind = self.model.cfg.kind if isinstance(self.model, Model) else type(self.model).__name__
+        words = [f"{kind} with {size / 1e6:.1f}M parameters", self.update.precision]
         return ", ".join([*words, *self.techniques.describe()])
 
 
@@ -84,18 +86,21 @@ def describe_context(config: Config, rt: Runtime, mesh: Mesh) -> Context:
     )
 
 
-def build(config: Config, rt: Runtime, mesh: Mesh) -> Trainable:
-    """Model, techniques, parallelism, optimizer, weights, execution: each needs the one before."""
+def build(config: Config, rt: Runtime, mesh: Mesh, given: nn.Module | None = None) -> Trainable:
+    """Model, techniques, parallelism, optimizer, weights, execution: each needs the one before. A `given`
+    model has its weights already."""
     context = describe_context(config, rt, mesh)
     techniques = open_techniques(config, context)
     obstacles = _find_obstacles(config, context, techniques)
-    model = build_model(config.model)
+    model = build_model(config.model) if given is None else cast(Model, given.to(rt.device).train())
     roles = sites(model)
     techniques.apply(model, roles)
     sharded = shard(model, config.parallel, roles["block"], rt.device, PRECISIONS[context.precision], mesh)
-    model.to_empty(device=rt.device)
+    if given is None:
+        model.to_empty(device=rt.device)
     optimizer = build_optimizer(model, config.optim, techniques.build_optimizer)
-    initialise(model, config.model, config.run.seed, weight_writer(optimizer), techniques.start_value)
+    if given is None:
+        initialise(model, config.model, config.run.seed, weight_writer(optimizer), techniques.start_value)
     if config.train.compile:
         _compile(model, roles["block"] if sharded or techniques.by_block else [""])
     may_record = config.train.graphs != "off" and not obstacles

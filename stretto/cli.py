@@ -17,19 +17,39 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )  # fmt: skip
 Run = Annotated[Path, typer.Argument(help="a run folder")]
+Recipe = Annotated[str, typer.Argument(help="a TOML file, the name of a shipped recipe, or a run folder")]
+Override = Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")]
+
+
+def say_version(wanted: bool) -> None:
+    from stretto.version import __version__
+
+    if wanted:
+        typer.echo(f"stretto {__version__}")
+        raise typer.Exit()
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say which version this is.")
+]
+
+
+@app.callback()
+def begin(version: Version = False) -> None:
+    """Options in front of the command; `--version` has been answered by now."""
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
-    override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
+    recipe: Recipe,
+    override: Override = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint, if any")] = False,
 ) -> None:
-    """Train what a recipe says; under `stretto launch` or torchrun, on several processes."""
-    from stretto.config import load_config
-    from stretto.recipes import find_recipe
+    """Train what a recipe says; under `stretto launch` or torchrun, on several processes. A run folder goes on with
+    `--resume`."""
+    from stretto.recipes import load_recipe
 
-    config = load_config(find_recipe(recipe), override)  # before torch is imported: mistakes answer at once
+    config = load_recipe(recipe, override)  # before torch is imported: mistakes answer at once
     from stretto.train import train as run
 
     run(config, resume)
@@ -57,8 +77,11 @@ def evaluate_run(
     """Measure a trained run: loss, and BLEU or accuracy where the task has them."""
     from stretto.evaluate import measure
 
-    for name, value in measure(run, beam).items():
+    scores = measure(run, beam)
+    counts = [scores.pop(name) for name in ("batches", "all_batches", "batches_while_training")]
+    for name, value in scores.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
+    typer.echo("batches: {} of {}; evaluations while it was trained: over {}".format(*counts))
 
 
 @app.command()
@@ -137,7 +160,9 @@ def export(
     fold: Annotated[
         bool,
         typer.Option(
-            "--fold", help="a plain model for `eval` and `generate`, of one that was trained to need no norms"
+            "--fold",
+            help="write a run folder instead, for `stretto eval` and `stretto generate`: of a run that was trained to "
+            "need no norms, the plain model without them",
         ),
     ] = False,
 ) -> None:
@@ -157,17 +182,16 @@ def export(
 
 @app.command()
 def plan(
-    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
-    override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
+    recipe: Recipe,
+    override: Override = [],  # noqa: B006
     memory: Annotated[bool, typer.Option("--memory", help="the bytes of a training step, by role")] = False,
     gpu_memory: Annotated[str, typer.Option(help="of a card, such as 16GiB: which batch fits into it")] = "",
     pipeline: Annotated[bool, typer.Option("--pipeline", help="time and bytes of the model cut over devices")] = False,
 ) -> None:
     """Say what a recipe needs, without running it."""
-    from stretto.config import load_config
     from stretto.parallel.pipeline_costs import explain_pipeline
     from stretto.plan import explain_memory, read_bytes
-    from stretto.recipes import find_recipe
+    from stretto.recipes import load_recipe
 
     if not memory and not pipeline:
         raise typer.BadParameter("say what to plan: --memory or --pipeline", param_hint="--memory")
@@ -175,25 +199,24 @@ def plan(
         limit = read_bytes(gpu_memory) if gpu_memory else 0
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
-    config = load_config(find_recipe(recipe), override)
+    config = load_recipe(recipe, override)
     for line in (*(explain_memory(config, limit) if memory else ()), *(explain_pipeline(config) if pipeline else ())):
         typer.echo(line)
 
 
 @app.command()
 def numerics(
-    recipe: Annotated[str, typer.Argument(help="a TOML file, or the name of a shipped recipe")],
-    override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
+    recipe: Recipe,
+    override: Override = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="where the picture goes, an SVG file")] = None,
     processes: Annotated[int, typer.Option(min=1, help="that share each step")] = 1,
     probe: Annotated[bool, typer.Option("--probe", help="measure the sums of this machine's 8-bit products")] = False,
 ) -> None:
     """Say how long the sums of a training step are, and what they would lose in 8 bits."""
-    from stretto.config import load_config
     from stretto.numerics.survey import draw_sums, explain_sums, list_sums
-    from stretto.recipes import find_recipe
+    from stretto.recipes import load_recipe
 
-    sums, notes = list_sums(load_config(find_recipe(recipe), override), processes)
+    sums, notes = list_sums(load_recipe(recipe, override), processes)
     for line in (*notes, *explain_sums(sums)):
         typer.echo(line)
     if out is not None:
@@ -222,7 +245,7 @@ def bench(
     ] = "hf,plain,eager,compile,graphs,liger",
     out: Annotated[Path, typer.Option(help="where numbers, chart and logs go")] = Path("runs/bench"),
     steps: Annotated[int, typer.Option(min=1, help="to time, after warm-up")] = 40,
-    override: Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")] = [],  # noqa: B006
+    override: Override = [],  # noqa: B006
 ) -> None:
     """Time training steps next to Hugging Face's, on this machine."""
     from stretto.bench.workloads import WORKLOADS, find_workloads
@@ -244,6 +267,18 @@ def recipes() -> None:
 
     for name, line in list_recipes().items():
         typer.echo(f"{name:14} {line}")
+
+
+@app.command("config")
+def show_config(
+    recipe: Annotated[str, typer.Argument(help="as for `stretto train`; without it, the defaults")] = "",
+    override: Override = [],  # noqa: B006
+) -> None:
+    """Print every option with its meaning, its choices and its default, as a recipe that can be loaded."""
+    from stretto.options import explain_config
+    from stretto.recipes import load_recipe
+
+    typer.echo(explain_config(load_recipe(recipe or {}, override)), nl=False)
 
 
 def main() -> None:

@@ -38,29 +38,29 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    task: Literal["causal", "masked", "translation", "images"] = "causal"
+    task: Literal["causal", "masked", "translation", "images"] = "causal"  # what is learned; model.kind has to fit
     # Text: a file, a folder, "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging Face data set.
     # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
     # Images: a folder with one folder per class, or an .npz with arrays `images` and `labels`.
     train: str = "python-stdlib"
     eval: str = ""  # the same forms; empty: the last `held_out` share of `train`
     test: str = ""  # translation: what `stretto eval` measures BLEU on; empty: the evaluation data
-    held_out: float = 0.02
+    held_out: float = 0.02  # share of `train` that is kept for evaluation, where `eval` is empty
     suffix: str = ".py,.txt,.md"  # which files of a folder are text
     languages: tuple[str, ...] = ()  # translation: ("en", "de") means from en to de
     tokenizer: str = "bytes"  # "bytes", "bpe" (trained on the training data), or the path of a tokenizer.json
     vocab: int = 8192  # size of a "bpe" tokenizer
     cache: str = ""  # where token files are kept; empty: in the run folder. Name a folder to share it between runs
     seq_len: int = 256  # text: tokens per window; translation: longest sentence, the rest is dropped
-    # Of a micro-batch, which all processes share (see train.micro_batches): sequences of text, or images; and for
-    # translation, tokens on the longer side.
+    # Of a micro-batch, which all processes share (see train.micro_batches): sequences of text, or images.
     batch_size: int = 32
-    max_tokens: int = 4096
+    max_tokens: int = 4096  # translation: of a micro-batch, instead of batch_size: tokens on the longer side
     # Text: True lets attention cross document ends (as GPT-2 was trained): every sequence is then seq_len long and
     # dense kernels apply. False keeps documents apart.
     join_documents: bool = False
     layout: Literal["packed", "padded"] = "packed"  # padded wastes work; it is there to compare with
     mask_share: float = 0.15  # masked: share of positions to predict
+    own: str = ""  # set by stretto.train(data=...) in Python: the class of the data, which no recipe can open again
 
     def __post_init__(self) -> None:
         _require_positive("data", self, "vocab", "seq_len", "batch_size", "max_tokens")
@@ -75,9 +75,9 @@ class RopeScaling:
     counts is how often a pair of channels turns over the length of such a text."""
 
     factor: float = 8.0  # by which pairs that turn at most low_freq_factor times are slowed down
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # number of turns, see `factor`
     high_freq_factor: float = 4.0  # pairs that turn at least so often stay as they are; others are in between
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: int = 8192  # length in tokens of the texts it began with
 
     def __post_init__(self) -> None:
         _require_positive("model.rope_scaling", self, "factor", "low_freq_factor", "original_max_position_embeddings")
@@ -92,41 +92,42 @@ class ModelConfig:
     preset: str = ""  # a name from PRESETS; the other keys of this section then override it
     # A Hugging Face folder to start from: its weights, its sizes, and its tokenizer unless data.tokenizer is given.
     init: str = ""
-    kind: Literal["decoder", "encoder", "encoder-decoder", "vit"] = "decoder"
-    layers: int = 4  # of the encoder, or of the only stack
+    kind: Literal["decoder", "encoder", "encoder-decoder", "vit"] = "decoder"  # as GPT, BERT, Marian, ViT
+    layers: int = 4  # number of blocks, of the encoder or of the only stack
     decoder_layers: int = 0  # encoder-decoder only; 0: as many as `layers`
-    width: int = 256
-    heads: int = 4
+    width: int = 256  # channels of a token
+    heads: int = 4  # of attention; they divide the width
     kv_heads: int = 0  # grouped KV heads; 0: as many as heads
-    mlp_width: int = 0  # 0: four times the width
+    mlp_width: int = 0  # inside of the MLP; 0: four times the width
     vocab: int = 0  # 0: what the tokenizer has, rounded up to a multiple of 64
     max_len: int = 1024  # size of the position table, and the longest text that is generated
     window: int = 0  # decoder: number of tokens that a token sees, itself and those right before it; 0: all before it
     # none: what `stretto export --fold` makes of a model that was trained to need none; others may not train without.
     norm: Literal["layernorm", "rmsnorm", "none"] = "layernorm"
-    norm_order: Literal["pre", "post"] = "pre"
-    norm_eps: float = 1e-5
-    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"] = "gelu_tanh"
-    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    bias: bool = True
+    norm_order: Literal["pre", "post"] = "pre"  # norms in front of each branch, or behind the sum with it
+    norm_eps: float = 1e-5  # added to the variance
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"] = "gelu_tanh"  # of the MLP; swiglu has a gate
+    positions: Literal["learned", "sinusoidal", "rotary"] = "learned"  # how a token knows its place
+    rope_theta: float = 10000.0  # rotary: the base of the frequencies
+    rope_scaling: RopeScaling | None = None  # rotary: Llama 3.1's scaling for texts longer than those it began with
+    bias: bool = True  # of linear layers and LayerNorms
     tied: bool = True  # the output layer shares the token embedding
     embed_scale: bool = False  # multiply token embeddings by sqrt(width)
-    embed_norm: bool = False
+    embed_norm: bool = False  # a norm behind the embeddings
     # Encoder-decoder only: one table of positions and one embed_norm for both sides. Tokens always share one table.
     embed_shared: bool = True
     # A bias of the output layer, of an encoder-decoder or a decoder without norms (a masked language model has one).
     head_bias: bool = False
     token_types: int = 0  # segment embeddings, as BERT has
     dropout: float = 0.0  # on embeddings and on each residual branch
-    attention_dropout: float = 0.0
-    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0  # on the probabilities of attention
+    activation_dropout: float = 0.0  # behind the activation of the MLP
     label_smoothing: float = 0.0  # training only; torch's convention (the mass is spread over the whole vocabulary)
     classes: int = 0  # encoder: a classification head instead of the masked-LM one. vit: 0 means from the data
-    image_size: int = 224
-    patch: int = 16
-    channels: int = 3
+    image_size: int = 224  # vit: height and width in pixels, to which images are scaled
+    patch: int = 16  # vit: height and width in pixels of what becomes a token
+    channels: int = 3  # vit: of an image
+    own: str = ""  # set by stretto.train(model=...) in Python: the class of the model; other keys do not describe it
 
     def __post_init__(self) -> None:
         _require_positive("model", self, "layers", "width", "heads", "max_len", "patch", "image_size", "channels")
@@ -176,12 +177,12 @@ class ModelConfig:
 class OptimConfig:
     lr: float = 1e-3  # the highest, reached after warm-up
     min_lr: float = 0.1  # cosine and linear end at this share of lr
-    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"  # of the rate, after warm-up
     warmup: int = 100  # steps of linear warm-up
     weight_decay: float = 0.1  # on matrices and tables; never on biases and norms
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta1: float = 0.9  # AdamW: decay of the mean of gradients
+    beta2: float = 0.95  # AdamW: decay of the mean of their squares
+    eps: float = 1e-8  # AdamW: added to the root of that mean
     clip: float = 1.0  # global gradient norm; 0: no clipping
 
     def __post_init__(self) -> None:
@@ -194,7 +195,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int = 1000
+    steps: int = 1000  # updates of the weights
     # Micro-batches per step, over all processes: the batch of a step is the same on any number of them. They take whole
     # micro-batches where these can be dealt out evenly, else each takes its part of the samples of some.
     micro_batches: int = 1
@@ -203,8 +204,8 @@ class TrainConfig:
     # CUDA graphs: steps are recorded and replayed, which takes the host out of small ones. auto: where they can be used
     # and the host is what a step waits for; the log says what was chosen, and why.
     graphs: Literal["auto", "on", "off"] = "auto"
-    log_every: int = 10
-    eval_every: int = 0  # 0: only at the end
+    log_every: int = 10  # steps between two lines of the log
+    eval_every: int = 0  # steps between two evaluations; 0: only at the end
     eval_batches: int = 20  # micro-batches per evaluation; 0: all there are
     # What to do about a loss or gradient that is not finite. Its update is never applied, either way.
     non_finite: Literal["stop", "skip"] = "stop"
@@ -214,7 +215,7 @@ class TrainConfig:
     spikes: Literal["log", "skip"] = "log"
     # Steps between two comparisons of the weights of processes that have the same ones, as at every save; 0: only then.
     compare_every: int = 500
-    sample: str = ""  # decoder: what the sample in the report begins with
+    sample: str = ""  # decoder: what the sample in the report begins with; empty: what evaluation data begin with
 
     def __post_init__(self) -> None:
         _require_positive("train", self, "steps", "micro_batches", "log_every")
@@ -321,11 +322,11 @@ class TechniquesConfig:
     """One subsection per technique, in the order in which they are applied. A technique is off unless its subsection
     is there, as in [techniques.layer_drop]."""
 
-    standardize: StandardizeConfig | None = None
-    fused: FusedConfig | Literal["auto"] | None = "auto"  # auto: on a GPU; true, false or a subsection decide
-    lean: LeanConfig | None = None
-    fp8: Fp8Config | None = None
-    layer_drop: LayerDropConfig | None = None
+    standardize: StandardizeConfig | None = None  # affines and a loss instead of norms: docs/standardize.md
+    fused: FusedConfig | Literal["auto"] | None = "auto"  # Stretto's own kernels; auto: on a GPU
+    lean: LeanConfig | None = None  # less is kept for the backward pass: docs/lean.md
+    fp8: Fp8Config | None = None  # products of linear layers in 8 bits: docs/fp8.md
+    layer_drop: LayerDropConfig | None = None  # blocks are left out by a schedule: docs/layer-drop.md
 
     def find_kernels(self, gpu: bool) -> FusedConfig | None:
         """The options of our own kernels, with auto resolved; None: they are off."""
@@ -492,7 +493,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return build_config(tree)
 
 
@@ -542,7 +543,7 @@ def dump_config(config: Config) -> str:
 
 def _dump_section(name: str, section: dict[str, Any]) -> list[str]:
     lines = [f"[{name}]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in section.items() if not isinstance(value, dict)]
+    lines += [f"{key} = {to_toml(value)}" for key, value in section.items() if not isinstance(value, dict)]
     inner = [_dump_section(f"{name}.{key}", value) for key, value in section.items() if isinstance(value, dict)]
     return [*lines, "", *(line for part in inner for line in part)]
 
@@ -615,7 +616,7 @@ def _convert(key: str, kind: Any, value: Any) -> Any:
     return check_range(key, value)
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not (equals and sections and key and all(sections)):
@@ -638,7 +639,7 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none yet'}"
 
 
-def _toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
     if value is None:  # a subsection that is off; TOML has no null
         return "false"
     if isinstance(value, float):

@@ -11,7 +11,7 @@ import torch
 from stretto.data import Data, PairData, open_data
 from stretto.generate import translate
 from stretto.mesh import Mesh
-from stretto.model import Model
+from stretto.model import Model, VisionTransformer
 from stretto.precision import autocast, resolve_precision
 from stretto.runtime import Runtime, start
 from stretto.techniques import Techniques
@@ -34,7 +34,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Measures the mean loss per predicted token, or image, over the first `num_batches` evaluation batches; 0 means
     all of them. If it `can_stop`, it returns nothing when the processes agree to stop before the end."""
-    is_vit, was_training, num_labels = model.cfg.kind == "vit", model.training, 0
+    is_vit, was_training, num_labels = isinstance(model, VisionTransformer), model.training, 0
     num_batches = min(num_batches or data.num_eval_batches, data.num_eval_batches)
     loss_sum, correct = torch.zeros((), device=rt.device), torch.zeros((), device=rt.device)
     model.eval()
@@ -61,7 +61,7 @@ def evaluate(
     second = {"accuracy": accuracy} if is_vit else {"perplexity": math.exp(min(mean, 80.0))}
     own = len(range(mesh.data_rank, num_batches, mesh.data_world))
     others = _average(techniques.metrics(own), own / (num_batches * mesh.team), rt)
-    return {"eval_loss": mean, **second, **others}
+    return {"eval_loss": mean, **second, **others, "batches": num_batches, "all_batches": data.num_eval_batches}
 
 
 def _average(values: dict[str, float], share: float, rt: Runtime) -> dict[str, float]:
@@ -75,18 +75,25 @@ def _average(values: dict[str, float], share: float, rt: Runtime) -> dict[str, f
 def measure(folder: Path, beam: int) -> dict[str, Any]:
     """Measures what `stretto eval` prints: the loss of a run's best weights on all evaluation data, and BLEU on the
     test sentences."""
-    cfg = load_run_config(folder)
-    with start(cfg.run) as rt, rt.interruptible():
-        trained = load_trained(folder, rt.device)
+    with start(load_run_config(folder).run) as rt, rt.interruptible():
+        return measure_trained(load_trained(folder, rt.device), folder, rt, beam)
+
+
+def measure_trained(trained: Trained, folder: Path, rt: Runtime, beam: int, data: Data | None = None) -> dict[str, Any]:
+    """Measures a run that is loaded, on its own data, or on others. Evaluations while it was trained were over the
+    first `batches_while_training` batches only."""
+    cfg = trained.config
+    if data is None:
         # Who measures a run of someone else's does not write where its configuration says.
         data = open_data(
             cfg.data, seed=cfg.run.seed, folder=folder / "data", image_size=cfg.model.image_size, fill_cache=False
         )
-        precision = resolve_precision(cfg.train.precision, rt.device)
-        scores: dict[str, Any] = evaluate(trained.model, precision, data, 0, rt, Mesh(rt.rank, rt.world))
-        scores = {"step": trained.step} | scores
-        if isinstance(data, PairData):
-            scores |= measure_bleu(trained, data.load_test_pairs(), beam)
+    precision = resolve_precision(cfg.train.precision, rt.device)
+    scores: dict[str, Any] = evaluate(trained.model, precision, data, 0, rt, Mesh(rt.rank, rt.world))
+    known = data.num_eval_batches
+    scores = {"step": trained.step} | scores | {"batches_while_training": min(cfg.train.eval_batches or known, known)}
+    if isinstance(data, PairData):
+        scores |= measure_bleu(trained, data.load_test_pairs(), beam)
     return scores
 
 

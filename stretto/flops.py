@@ -18,7 +18,10 @@ def tokens_per_sample(cfg: ModelConfig) -> int:
 
 
 def training_flops(cfg: ModelConfig, counts: Counts, depths: Mapping[str, Depth] | None = None) -> float:
-    """Counts the FLOPs of both passes over one batch, by all blocks, or by as many as `depths` says."""
+    """Counts the FLOPs of both passes over one batch, by all blocks, or by as many as `depths` says; 0 for a model that
+    the configuration does not describe."""
+    if cfg.own:
+        return 0.0
     num_blocks: dict[str, float] = {"encoder": cfg.layers, "decoder": cfg.decoder_layers or cfg.layers}
     num_blocks |= {name: depth.work for name, depth in (depths or {}).items()}
     layers, decoder_layers = num_blocks["encoder"], num_blocks["decoder"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto.batch import Batch, Counts
 from stretto.batch import pack as move
-from stretto.data import Tokenizer, read_image
+from stretto.data import Data, Tokenizer, read_image
 from stretto.data.documents import open_text
 from stretto.data.images import SUFFIXES
 from stretto.data.packing import pad
@@ -23,6 +23,8 @@ from stretto.data.pairs import cut_batches
 from stretto.errors import DataError
 from stretto.model import Decoder, EncoderDecoder, VisionTransformer
 from stretto.trained import Trained
+
+PROMPT = 16  # tokens
 
 
 @torch.no_grad()
@@ -46,6 +48,13 @@ def sample(
             break
         ids.append(int(new))
     return tokenizer.decode(ids[1:])
+
+
+def find_prompt(data: Data, tokenizer: Tokenizer, max_len: int) -> str:
+    """Returns the first words of the evaluation data: what a sample begins with, so that it fits what was learned."""
+    inputs = data.eval_batch(0).inputs
+    ids = [] if inputs is None else inputs.ids[: min(PROMPT, max_len // 4)].tolist()
+    return tokenizer.decode([i for i in ids if i not in tokenizer.special_ids]).rstrip("\ufffd")
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
@@ -147,7 +156,8 @@ def _forbidden(tokenizer: Tokenizer, vocab: int) -> Tensor:
 
 
 def _tokenizer(trained: Trained) -> Tokenizer:
-    assert trained.tokenizer is not None
+    if trained.tokenizer is None:
+        raise DataError("the data of this run had no tokenizer, so it reads and writes no text")
     return trained.tokenizer
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.ending import EXIT
-from stretto.report import read_events
+from stretto.report import COUNTS, read_events
 
 Event = dict[str, Any]
 Place = tuple[float, float, float]  # where something happened: step, tokens read, seconds at work
@@ -47,7 +47,7 @@ class History:
     @property
     def scores(self) -> list[str]:
         """The names of what evaluations measure besides the loss."""
-        known = ("step", "eval_loss", "time", "at")
+        known = ("step", "eval_loss", "time", "at", *COUNTS)
         names = dict.fromkeys(key for event in self.evaluations for key in event if key not in known)
         return [name for name in names if finite(self.evaluations, name)]
 

@@ -28,6 +28,7 @@ from stretto.files import write_text
 from stretto.generate import sample
 from stretto.history import Event, History, clock, finite, number, read_history, short, show
 from stretto.model import Decoder, build_model
+from stretto.report import COUNTS
 from stretto.trained import load_run_config, load_trained
 from stretto.version import __version__
 
@@ -38,9 +39,10 @@ MOST_ROWS = 100  # of the table of evaluations
 def write_report(folder: Path, device: torch.device, out: Path | None = None) -> Path:
     """Writes the page of a run, with a sample from the model where there is one that generates text."""
     config, text = load_run_config(folder), ""
-    if config.checkpoint.keep and checkpoint.steps(folder / "checkpoints"):
+    if config.checkpoint.keep and not config.model.own and checkpoint.steps(folder / "checkpoints"):
         trained = load_trained(folder, device)
-        text = sample(trained, config.train.sample) if isinstance(trained.model, Decoder) else ""
+        writes = isinstance(trained.model, Decoder) and trained.tokenizer is not None
+        text = sample(trained, config.train.sample) if writes else ""
     return write_page(folder, dump_config(config), text, _describe(config), out)
 
 
@@ -103,7 +105,9 @@ def _headline(history: History) -> str:
         note = f"from {show(losses[0])}" + f", {odd:,} not finite" * bool(odd)
         tiles.append(("Loss", show(losses[-1]), note))
     if best := history.best("eval_loss"):
-        tiles.append(("Best eval loss", show(best[3]), f"at step {best[0]:,.0f}"))
+        counts = [show(history.evaluations[-1][key]) for key in COUNTS if key in history.evaluations[-1]]
+        over = f", {' of '.join(counts)} batches" if counts else ""
+        tiles.append(("Best eval loss", show(best[3]), f"at step {best[0]:,.0f}{over}"))
     if speeds := finite(training, "tokens_per_s"):
         tiles.append(("Tokens/s", f"{statistics.median(speeds):,.0f}", "median"))
     if used := [value for value in finite(training, "mfu") if value]:

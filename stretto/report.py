@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 EVENTS, BOARD, TERMINAL = "events.jsonl", "tensorboard", "the output"
 GAP = "  "
+COUNTS = ("batches", "all_batches")  # of an evaluation: those that it was over, and those there are
 IMPORTANCE = ("step", "loss", "speed", "left", "bar", "mfu", "memory", "lr", "norm", "padding", "elapsed")
 SHORTEST_BAR, LONGEST_BAR = 10, 40
 
@@ -153,13 +154,15 @@ class Report:
 
     def eval_line(self, step: int, scores: dict[str, float]) -> None:
         self.event(step=step, **scores)
-        self.say(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+        words = [f"{name} {value:.4f}" for name, value in scores.items() if name not in COUNTS]
+        self.say(GAP.join([f"step {step}", *words, "({} of {} batches)".format(*(scores[name] for name in COUNTS))]))
 
     def memory_line(self, config: Config, optimizer: torch.optim.Optimizer, rt: Runtime) -> None:
         """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch."""
 
         def compare() -> None:
-            predicted = predict_for(config, total_memory(rt.device)) if rt.world == 1 else {}
+            known = rt.world == 1 and not config.model.own
+            predicted = predict_for(config, total_memory(rt.device)) if known else {}
             measured = count_state(optimizer) | count_gpu_memory(rt.device)
             self.event(memory={"measured": measured, "predicted": predicted})
 

@@ -18,13 +18,16 @@ from stretto.build import Trainable, build, describe_context, find_portion, run_
 from stretto.capacity import require_room
 from stretto.config import Config
 from stretto.convert.folder import load_weights
-from stretto.data import Data, open_data
+from stretto.data import Data, keep_tokenizer, open_data
 from stretto.data.prefetch import prefetch
-from stretto.errors import CheckpointError, ConfigError, Preempted
+from stretto.errors import CheckpointError, ConfigError, Preempted, tell
 from stretto.evaluate import evaluate
 from stretto.files import make_folder, refuse_links
 from stretto.flops import tokens_per_sample, training_flops
+from stretto.generate import find_prompt
+from stretto.given import Callbacks, Given
 from stretto.mesh import Mesh, build_mesh
+from stretto.notes import explain_start, find_warnings
 from stretto.optim import learning_rate, set_learning_rate, weight_writer
 from stretto.page import write_report
 from stretto.replicas import compare
@@ -36,6 +39,7 @@ from stretto.techniques.technique import At
 from stretto.trained import save_run
 
 LOADING = 0.9  # of run.timeout_s that a batch may take: whoever waits for it should say so before others say the same
+NOTHING = Given()
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Run:
     best: float = math.inf  # lowest evaluation loss so far
     best_step: int = 0
     evaluated: int = 0  # the step of the last evaluation
+    callbacks: Callbacks = field(default_factory=Callbacks)
     saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,19 +72,21 @@ class Run:
         return Path(self.config.run.dir) / "checkpoints"
 
 
-def train(config: Config, resume: bool = False) -> Path:
-    """Trains what the configuration says and returns the run folder."""
+def train(config: Config, resume: bool = False, given: Given = NOTHING) -> Path:
+    """Trains what the configuration says, and what it was given, and returns the run folder."""
+    config = given.complete(config)
     with runtime.start(config.run) as rt:
-        run_from_start_to_end(config, rt, resume)
+        run_from_start_to_end(config, rt, resume, given)
     return Path(config.run.dir)
 
 
-def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
+def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Given = NOTHING) -> None:
     """A function of its own, so that no model is left when the process group is destroyed (runtime.py): a model in DDP
     would hold the group until then, and destroy it while it holds the GIL, for which threads of gloo may be waiting."""
     folder = Path(config.run.dir)
     require_room(config, rt.world, runtime.total_memory(rt.device))
     with ExitStack() as cleanup:
+        callbacks = cleanup.enter_context(Callbacks(given.callbacks, rt))
         mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
         open_techniques(config, describe_context(config, rt, mesh))  # what cannot work is known before data are read
         killed = ""
@@ -87,11 +94,12 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
             _prepare_folder(folder, resume)
             killed = cleanup.enter_context(runtime.lock_folder(folder))
             cleanup.enter_context(ending.recording_exit(folder, rt, config))
-        data = _open_data(config, folder, rt)
+        data = _open_data(config, folder, rt, given)
         if not rt.is_main:  # from here on it is certain that no other run has the folder
             cleanup.enter_context(ending.recording_exit(folder, rt, config))
         config = complete(config, data, mesh)
-        run = Run(config, data, rt.together(lambda: build(config, rt, mesh)), rt, mesh)
+        parts = rt.together(lambda: build(config, rt, mesh, given.model))
+        run = Run(config, data, parts, rt, mesh, callbacks=callbacks)
         cleanup.enter_context(run.saver)
         if resume:
             load_latest(run)
@@ -99,10 +107,13 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool) -> None:
         report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
         if rt.is_main:
             save_run(folder, config, data.labels)
-        notes = [*origin, *_explain_parts(config, mesh), *run.parts.executor.take_notes()]
         if killed:
             report.event(taken_over=killed)
-        report.start(runtime.describe_environment(rt), data.describe(), run.parts.describe(), *notes)
+        notes = [*origin, *explain_start(config, mesh, parts.techniques, run.step, resume)]
+        notes += parts.executor.take_notes()
+        report.start(runtime.describe_environment(rt), data.describe(), parts.describe(), *notes)
+        for warning in find_warnings(config, data, rt.device) if rt.is_main else ():
+            tell(f"warning: {warning}")
         run_loop(run, report)
         if rt.is_main:
             with rt.interruptible():
@@ -143,9 +154,12 @@ def run_loop(run: Run, report: Report) -> None:
             cancelled = look_at_guard(run)
             loss = float(rt.sum_tensor(loss_sum)) / max(labels, 1)
             values = {"step": run.step, "loss": loss, "lr": lr, "grad_norm": float(grad_norm), "tokens": run.tokens}
-            report.train_line(values | meter.read() | cancelled, meter.seconds_per_step)
+            values |= meter.read() | cancelled
+            report.train_line(values, meter.seconds_per_step)
             for note in parts.update.guard.take_notes():
                 report.say(note)
+            with meter.paused():
+                run.callbacks.after_step(run.step, values)
         elif run.step == first + 1:
             meter.restart()  # the first step compiles and allocates: its time says nothing about the others
         with meter.paused():
@@ -220,6 +234,7 @@ def evaluate_now(run: Run, report: Report) -> bool:
         return False
     run.evaluated = run.step
     report.eval_line(run.step, scores)
+    run.callbacks.after_evaluation(run.step, scores)
     loss = scores["eval_loss"]
     if not (math.isfinite(loss) and loss < run.best):
         return False
@@ -247,6 +262,7 @@ def save(run: Run) -> None:
     }
     others = run.parts.techniques.dump()
     run.saver.start(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state, others, run.saves))
+    run.callbacks.after_save(run.step, run.checkpoints / f"step-{run.step:08d}")
 
 
 def load_latest(run: Run, before: int | None = None) -> None:
@@ -302,7 +318,7 @@ def _identity(run: Run) -> dict[str, Any]:
 
 def complete(config: Config, data: Data, mesh: Mesh) -> Config:
     """Fills in what only the data can tell, and checks that it and the number of processes fit."""
-    model, parts = config.model, find_portion(config, mesh).parts
+    model, parts, sample = config.model, find_portion(config, mesh).parts, config.train.sample
     if model.positions == "rotary":  # no table to outgrow: what was trained can also be generated
         model = replace(model, max_len=max(model.max_len, config.data.seq_len))
     if data.tokenizer is not None:
@@ -311,8 +327,13 @@ def complete(config: Config, data: Data, mesh: Mesh) -> Config:
             model = replace(model, vocab=-(-size // 64) * 64)
         elif model.vocab < size:
             raise ConfigError(f"model.vocab = {model.vocab} is smaller than the tokenizer's {size}; set it to 0")
-        if model.kind == "decoder" and len(data.tokenizer.encode(config.train.sample)) + 1 >= model.max_len:
-            raise ConfigError(f"train.sample is longer than model.max_len = {model.max_len} tokens")
+        if model.kind == "decoder":
+            sample = sample or find_prompt(data, data.tokenizer, model.max_len)
+            if len(data.tokenizer.encode(sample)) + 1 >= model.max_len:
+                raise ConfigError(f"train.sample is longer than model.max_len = {model.max_len} tokens")
+    elif config.data.task != "images":
+        if model.vocab == 0 and not model.own:
+            raise ConfigError("model.vocab = 0 is that of the tokenizer, and these data have none: set it")
     elif model.classes == 0:
         model = replace(model, classes=len(data.labels))
     elif model.classes < len(data.labels):
@@ -322,16 +343,7 @@ def complete(config: Config, data: Data, mesh: Mesh) -> Config:
             f"data.batch_size = {config.data.batch_size} cannot be shared by {parts} {mesh.describe_teams()}: raise it "
             f"to {parts} or more, make train.micro_batches a multiple of {mesh.data_world}, or use fewer processes"
         )
-    return replace(config, model=model)
-
-
-def _explain_parts(config: Config, mesh: Mesh) -> list[str]:
-    """A line for the log, where a process has only a part of each micro-batch that it works on."""
-    parts, key = find_portion(config, mesh).parts, "max_tokens" if config.data.task == "translation" else "batch_size"
-    if parts == 1:
-        return []
-    size = getattr(config.data, key)
-    return [f"batch: {parts} {mesh.describe_teams()} share each micro-batch of data.{key} = {size:,}"]
+    return replace(config, model=model, train=replace(config.train, sample=sample))
 
 
 def _differences(now: dict[str, Any], saved: dict[str, Any]) -> list[str]:
@@ -369,7 +381,7 @@ def _prepare_folder(folder: Path, resume: bool) -> None:
     refuse_links(folder)
 
 
-def _open_data(config: Config, folder: Path, rt: Runtime) -> Data:
+def _open_data(config: Config, folder: Path, rt: Runtime, given: Given) -> Data:
     """The main process first: it may have to tokenise, and the others then find its files."""
 
     cfg = config.data
@@ -377,6 +389,9 @@ def _open_data(config: Config, folder: Path, rt: Runtime) -> Data:
         cfg = replace(cfg, tokenizer=str(folder / "data"))  # a run that has begun has all it needs of the other folder
 
     def open_it() -> Data:
+        if given.data is not None:
+            keep_tokenizer(given.data.tokenizer, folder / "data")
+            return given.data
         return open_data(cfg, seed=config.run.seed, folder=folder / "data", image_size=config.model.image_size)
 
     data = rt.while_main(open_it)

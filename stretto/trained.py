@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from stretto import checkpoint
 from stretto.capacity import require_room_for_weights
@@ -46,16 +47,23 @@ def load_run_config(folder: Path) -> Config:
     return load_config(folder / "config.toml")
 
 
-def load_trained(folder: Path, device: torch.device, step: int | None = None) -> Trained:
+def load_trained(folder: Path, device: torch.device, step: int | None = None, own: nn.Module | None = None) -> Trained:
+    """Loads a run. One that was given its model needs `own`, such a model again, whose values it replaces."""
     config = load_run_config(folder)
+    if own is None and config.model.own:
+        raise CheckpointError(
+            f"{folder} has a model that was given in Python, {config.model.own}: only Python can load it, by"
+            " stretto.load(run, model=...)"
+        )
     step = _find_step(folder / "checkpoints", step)
     require_room_for_weights(config.model, total_memory(device))
-    model = build_model(config.model)
+    model = build_model(config.model) if own is None else cast(Model, own)
     for technique in find_changes(config, device):
         technique.apply(model, sites(model))
-    model = model.to_empty(device=device).eval()
+    model = (model.to_empty(device=device) if own is None else model.to(device)).eval()
     checkpoint.restore_weights(model, checkpoint.open_stored(folder / "checkpoints", step))
-    tokenizer = None if config.data.task == "images" else load_tokenizer(folder / "data")
+    without = config.data.task == "images" or (config.data.own and not (folder / "data" / "tokenizer.json").exists())
+    tokenizer = None if without else load_tokenizer(folder / "data")
     return Trained(config, model, step, tokenizer, _load_labels(folder / "labels.json"), device)
 
 

@@ -14,11 +14,11 @@ from stretto.data.images import ImageData, read_image
 from stretto.data.pairs import PairData, open_pair_data
 from stretto.data.stream import Data
 from stretto.data.text import TextData
-from stretto.data.tokenizer import Store, Tokenizer, load_tokenizer
+from stretto.data.tokenizer import Store, Tokenizer, keep_tokenizer, load_tokenizer
 from stretto.errors import DataError
 from stretto.files import make_folder, remove_stale_drafts
 
-__all__ = ["Data", "PairData", "Tokenizer", "load_tokenizer", "open_data", "read_image"]
+__all__ = ["Data", "PairData", "Tokenizer", "keep_tokenizer", "load_tokenizer", "open_data", "read_image"]
 
 
 def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0, fill_cache: bool = True) -> Data:
@@ -28,6 +28,8 @@ def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0, 
     configuration that came with a run may name any place: without `fill_cache` it is only read. Only images need
     `image_size`.
     """
+    if cfg.own:
+        raise DataError(f"data.own = {cfg.own!r}: these data were given in Python, and only Python can open them again")
     try:
         return _open(cfg, seed, folder, image_size, fill_cache)
     except OSError as error:

@@ -33,7 +33,7 @@ def _count_train_documents(count: int, share: float) -> int:
     return count - count_held_out(count, share) if count >= _ENOUGH_DOCUMENTS else count
 
 
-def _hold_out(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
+def hold_out(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
     """Cuts off the last share of the documents, or of the tokens where documents are few."""
     num_documents = _count_train_documents(tokens.num_documents, share)
     if num_documents < tokens.num_documents:
@@ -58,18 +58,21 @@ class TextData(Data):
             others = open_documents("data.eval", cfg.eval, cfg.suffix)
             held_out, self._left_out = open_tokens(others, tokenizer, store), documents.left_out | others.left_out
         else:
-            train, held_out = _hold_out(train, cfg.held_out)
+            train, held_out = hold_out(train, cfg.held_out)
         self._name, self.fingerprint = documents.name, documents.fingerprint
-        self._train, self._held_out = train, held_out
-        self._dense = cfg.join_documents or train.num_documents == held_out.num_documents == 1
-        self.num_train = self._count_windows("data.train", train)
-        self._num_eval = self._count_windows("data.eval" if cfg.eval else "data.held_out", held_out)
-        self.num_eval_batches = -(-self._num_eval // cfg.batch_size)
-        self._order = EpochOrder(seed, self.num_train)
+        self._cut_windows(train, held_out)
         if cfg.task == "masked":
             special = tokenizer.special_ids | {tokenizer.bos, tokenizer.eos, tokenizer.mask}
             self._is_special = np.isin(np.arange(tokenizer.size), sorted(special))
             self._ordinary = np.flatnonzero(~self._is_special)
+
+    def _cut_windows(self, train: Tokens, held_out: Tokens) -> None:
+        cfg, self._train, self._held_out = self._cfg, train, held_out
+        self._dense = cfg.join_documents or train.num_documents == held_out.num_documents == 1
+        self.num_train = self._count_windows("data.train", train)
+        self._num_eval = self._count_windows("data.eval" if cfg.eval else "data.held_out", held_out)
+        self.num_eval_batches = -(-self._num_eval // cfg.batch_size)
+        self._order = EpochOrder(self._seed, self.num_train)
 
     def _count_windows(self, key: str, tokens: Tokens) -> int:
         count = (len(tokens.ids) - 1) // self._cfg.seq_len

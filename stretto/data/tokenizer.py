@@ -237,9 +237,11 @@ def choose_tokenizer(name: str, vocab: int, texts: Iterable[str], identity: str,
     return tokenizer
 
 
-def keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def keep_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:
     """Writes tokenizer.json, but never over another one: the weights in that folder would no longer fit."""
     path = folder / "tokenizer.json"
+    if tokenizer is None:
+        return
     if not path.exists():
         tokenizer.save(path)
     elif load_tokenizer(path).fingerprint != tokenizer.fingerprint:

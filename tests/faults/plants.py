@@ -6,38 +6,39 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import stretto.train
 from stretto.mesh import Mesh
 from stretto.parallel.data import Portion
 
 RANK = "RANK"
+TRAIN: Any = import_module("stretto.train")
 
 
 def after_step(act: Callable[[int, Any], None]) -> None:
     """Has a function called after each update, with the number of updates done and the batches of this process."""
-    run_step = stretto.train.run_step
+    run_step = TRAIN.run_step
 
     def watched(parts: Any, step: int, batches: Any, *rest: Any) -> Any:
         result = run_step(parts, step, batches, *rest)
         act(step + 1, batches)
         return result
 
-    stretto.train.run_step = watched  # type: ignore[assignment]
+    TRAIN.run_step = watched
 
 
 def after_load(act: Callable[[Any], None]) -> None:
     """Has a function called with a run that was loaded from a checkpoint."""
-    load_latest = stretto.train.load_latest
+    load_latest = TRAIN.load_latest
 
     def watched(run: Any, before: int | None = None) -> None:
         load_latest(run, before)
         if run.step:
             act(run)
 
-    stretto.train.load_latest = watched
+    TRAIN.load_latest = watched
 
 
 def stop_after(step: str) -> None:
@@ -94,13 +95,13 @@ def share_by_own_numbers(_: str) -> None:
 
 def ask_nothing(_: str) -> None:
     """Nobody asks whether the batch can be shared by so many processes."""
-    complete = stretto.train.complete
-    stretto.train.complete = lambda config, data, mesh: complete(config, data, Mesh())
+    complete = TRAIN.complete
+    TRAIN.complete = lambda config, data, mesh: complete(config, data, Mesh())
 
 
 def rename_a_module(_: str) -> None:
     """The model gives other names to some of its parameters."""
-    build = stretto.train.build
+    build = TRAIN.build
 
     def rename(*arguments: Any) -> Any:
         parts = build(*arguments)
@@ -109,7 +110,7 @@ def rename_a_module(_: str) -> None:
         del block.mlp
         return parts
 
-    stretto.train.build = rename  # type: ignore[assignment]
+    TRAIN.build = rename
 
 
 PLANTS: dict[str, Callable[[str], None]] = {
