@@ -35,13 +35,14 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def find_copies(cfg: ParallelConfig, mesh: Mesh) -> dist.ProcessGroup | None:
-    """The processes that have the same weights as this one; None: nobody has."""
-    if mesh.world == 1 or cfg.data == "shard" or (cfg.data == "hybrid" and mesh.grid is None):
+    """The processes that have the same weights, or parts of them, as this one; None: nobody has."""
+    if mesh.world == 1 or cfg.data == "shard":
         return None
-    if cfg.data == "hybrid":
+    group = mesh.peers or dist.group.WORLD
+    if cfg.data == "hybrid":  # parts along its second axis
         assert mesh.grid is not None
-        return mesh.grid.get_group("data")
-    return mesh.peers or dist.group.WORLD
+        group = mesh.grid.get_group("data")
+    return group if group is not None and group.size() > 1 else None
 
 
 def compare(
