@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from stretto.report import read_events
-from stretto.runtime import EXIT
+
+EXIT = "exit.json"
+COUNTS = ("batches", "all_batches")  # of an evaluation: those that it was over, and those there are
+NO_SCORES = ("step", "eval_loss", "time", "at", *COUNTS)
 
 Event = dict[str, Any]
 Place = tuple[float, float, float]  # where something happened: step, tokens read, seconds at work
@@ -47,8 +50,7 @@ class History:
     @property
     def scores(self) -> list[str]:
         """The names of what evaluations measure besides the loss."""
-        known = ("step", "eval_loss", "time", "at")
-        names = dict.fromkeys(key for event in self.evaluations for key in event if key not in known)
+        names = dict.fromkeys(key for event in self.evaluations for key in event if key not in NO_SCORES)
         return [name for name in names if finite(self.evaluations, name)]
 
     def curve(self, key: str, evaluated: bool = False) -> list[Point]:

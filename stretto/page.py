@@ -26,7 +26,7 @@ from stretto.config import Config, dump_config
 from stretto.errors import CheckpointError
 from stretto.files import write_text
 from stretto.generate import sample
-from stretto.history import Event, History, clock, finite, number, read_history, short, show
+from stretto.history import COUNTS, Event, History, clock, finite, number, read_history, short, show
 from stretto.model import Decoder, build_model
 from stretto.runtime import tell
 from stretto.trained import load_run_config, load_trained
@@ -41,7 +41,8 @@ def write_report(folder: Path, device: torch.device, out: Path | None = None) ->
     config, text = load_run_config(folder), ""
     if config.checkpoint.keep and checkpoint.steps(folder / "checkpoints"):
         trained = load_trained(folder, device)
-        text = sample(trained, config.train.sample) if isinstance(trained.model, Decoder) else ""
+        writes = isinstance(trained.model, Decoder) and trained.tokenizer is not None
+        text = sample(trained, config.train.sample) if writes else ""
     return write_page(folder, dump_config(config), text, _describe(config), out)
 
 
@@ -104,7 +105,9 @@ def _headline(history: History) -> str:
         note = f"from {show(losses[0])}" + f", {odd:,} not finite" * bool(odd)
         tiles.append(("Loss", show(losses[-1]), note))
     if best := history.best("eval_loss"):
-        tiles.append(("Best eval loss", show(best[3]), f"at step {best[0]:,.0f}"))
+        counts = " of ".join(show(history.evaluations[-1][key]) for key in COUNTS if key in history.evaluations[-1])
+        note = f"at step {best[0]:,.0f}" + f", {counts} batches" * bool(counts)
+        tiles.append(("Best eval loss", show(best[3]), note))
     if speeds := finite(training, "tokens_per_s"):
         tiles.append(("Tokens/s", f"{statistics.median(speeds):,.0f}", "median"))
     if used := [value for value in finite(training, "mfu") if value]:

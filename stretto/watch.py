@@ -19,9 +19,8 @@ from rich.text import Text
 
 from stretto.config import load_config
 from stretto.errors import StrettoError
-from stretto.history import History, Point, clock, number, read_history, thin
+from stretto.history import EXIT, History, Point, clock, number, read_history, thin
 from stretto.report import EVENTS, GAP, Terminal
-from stretto.runtime import EXIT
 
 LABEL = 10  # columns left of the curve
 WIDEST, HIGHEST_CURVE, OTHER_LINES = 160, 14, 7
