@@ -20,6 +20,8 @@ from typing import Any
 from stretto.ending import EXIT
 from stretto.report import COUNTS, read_events
 
+NO_SCORES = ("step", "eval_loss", "time", "at", *COUNTS)
+
 Event = dict[str, Any]
 Place = tuple[float, float, float]  # where something happened: step, tokens read, seconds at work
 Point = tuple[float, float, float, float]  # a place and a value
@@ -47,8 +49,7 @@ class History:
     @property
     def scores(self) -> list[str]:
         """The names of what evaluations measure besides the loss."""
-        known = ("step", "eval_loss", "time", "at", *COUNTS)
-        names = dict.fromkeys(key for event in self.evaluations for key in event if key not in known)
+        names = dict.fromkeys(key for event in self.evaluations for key in event if key not in NO_SCORES)
         return [name for name in names if finite(self.evaluations, name)]
 
     def curve(self, key: str, evaluated: bool = False) -> list[Point]:

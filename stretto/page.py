@@ -105,9 +105,9 @@ def _headline(history: History) -> str:
         note = f"from {show(losses[0])}" + f", {odd:,} not finite" * bool(odd)
         tiles.append(("Loss", show(losses[-1]), note))
     if best := history.best("eval_loss"):
-        counts = [show(history.evaluations[-1][key]) for key in COUNTS if key in history.evaluations[-1]]
-        over = f", {' of '.join(counts)} batches" if counts else ""
-        tiles.append(("Best eval loss", show(best[3]), f"at step {best[0]:,.0f}{over}"))
+        counts = " of ".join(show(history.evaluations[-1][key]) for key in COUNTS if key in history.evaluations[-1])
+        note = f"at step {best[0]:,.0f}" + f", {counts} batches" * bool(counts)
+        tiles.append(("Best eval loss", show(best[3]), note))
     if speeds := finite(training, "tokens_per_s"):
         tiles.append(("Tokens/s", f"{statistics.median(speeds):,.0f}", "median"))
     if used := [value for value in finite(training, "mfu") if value]:

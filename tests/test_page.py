@@ -133,6 +133,14 @@ def test_headline_numbers(tmp_path: Path) -> None:
     }
 
 
+def test_an_evaluation_may_say_how_much_it_was_over(tmp_path: Path) -> None:
+    page = page_of(
+        tmp_path / "run", [{"step": 4, "eval_loss": 2.0, "accuracy": 0.5, "batches": 20, "all_batches": 1234}]
+    )
+    assert tiles(page)["Best eval loss"] == ("2.0000", "at step 4, 20 of 1,234 batches")
+    assert len(data_of(page)["charts"]) == 2, "the loss and the accuracy: counts are no scores"
+
+
 def test_mfu_is_shown_where_it_is_known(tmp_path: Path) -> None:
     page = page_of(tmp_path / "run", [line(step, 1.0, mfu=0.1 * step) for step in (1, 2, 3)])
     assert tiles(page)["MFU"] == ("20.0%", "median")
@@ -181,6 +189,7 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
         [{"step": 1, "loss": "high", "lr": None, "tokens_per_s": True, "memory_gib": []}, {"environment": 3}],
         [line(1, math.nan), line(2, math.inf), line(3, -math.inf), line(4, 1e308), line(5, 10**400)],
         [line(1, 1.0), line(2, 1e99, lr=0.0, tokens_per_s=0, memory_gib=0), line(3, 1e-99, lr=1e-99)],
+        [line(1, 1.0), {"time": 102.0, "ended": {"code": 6, "message": "loss"}}],
         [3, None, "text", [1], {"memory": 1}, {"memory": {}}, {"finished": {}}, {"finished": 1}],
     ],
 )
