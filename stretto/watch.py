@@ -20,7 +20,7 @@ from rich.text import Text
 from stretto.config import load_config
 from stretto.ending import EXIT
 from stretto.errors import StrettoError
-from stretto.history import EXIT, History, Point, clock, number, read_history, thin
+from stretto.history import History, Point, clock, number, read_history, thin
 from stretto.report import EVENTS, GAP, Terminal
 
 LABEL = 10  # columns left of the curve
