@@ -22,17 +22,9 @@ from stretto.data import Data, open_data
 from stretto.errors import CheckpointError, ConfigError, DifferenceError
 from stretto.mesh import build_mesh
 from stretto.report import read_events
+from stretto.run import Run, load_latest, look_at_guard, start_from_folder
 from stretto.runtime import Runtime
-from stretto.train import (
-    Run,
-    complete,
-    count_together,
-    load_latest,
-    look_at_guard,
-    read_batches,
-    start_from_folder,
-    take_step,
-)
+from stretto.train import complete, count_together, read_batches, take_step
 from stretto.trained import load_run_config
 
 
@@ -65,7 +57,7 @@ def _replay(config: Config, folder: Path, step: int, rt: Runtime, scratch: Path)
     if saved is not None:
         lines += _compare_tensors(run, saved)
     origin = f"step {step}, from {'the beginning' if begin == 0 else f'the checkpoint of step {begin}'}"
-    origin += _describe_processes(folder, rt)
+    origin += _describe_machine(folder, rt)
     if any(not line.endswith(": equal") for line in lines):
         raise DifferenceError("; ".join([f"{origin}: not the same again", *lines]))
     return [f"{origin}: the same again, bit for bit", *lines] if rt.is_main else []
@@ -106,10 +98,15 @@ def _find_checkpoint(folder: Path, step: int) -> checkpoint.Stored | None:
     return checkpoint.open_stored(checkpoints, step) if checkpoint.find_damage(path) is None else None
 
 
-def _describe_processes(folder: Path, rt: Runtime) -> str:
-    counts = [event["environment"].get("processes") for event in read_events(folder) if "environment" in event]
-    same = not counts or counts[-1] == rt.world
-    return "" if same else f", in {rt.world} process(es) where the run had {counts[-1]}"
+def _describe_machine(folder: Path, rt: Runtime) -> str:
+    """Says where this machine differs from that of the run: other devices and numbers of threads round otherwise."""
+    started = [event["environment"] for event in read_events(folder) if isinstance(event.get("environment"), dict)]
+    now = runtime.describe_environment(rt)
+    keys = ("device", "processes", "torch") if started else ()
+    found = [
+        f"{key} {now[key]!r} where it was {started[-1].get(key)!r}" for key in keys if started[-1].get(key) != now[key]
+    ]
+    return f", with {', '.join(found)}" if found else ""
 
 
 def _compare_numbers(before: float | None, now: float | None) -> str:

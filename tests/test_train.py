@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import stretto.run
 import stretto.train
 from stretto import checkpoint, verify
 from stretto.config import Config
@@ -352,7 +353,7 @@ def test_a_run_of_a_version_with_fewer_options_can_be_resumed(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as those it did not have are at their defaults."""
-    whole = stretto.train._identity
+    whole = stretto.run._identity
 
     def older(run: Any) -> dict[str, Any]:
         identity = whole(run)
@@ -360,7 +361,7 @@ def test_a_run_of_a_version_with_fewer_options_can_be_resumed(
         return identity
 
     with monkeypatch.context() as patch:
-        patch.setattr(stretto.train, "_identity", older)
+        patch.setattr(stretto.run, "_identity", older)
         train(make_config(train__steps=2))
     train(make_config(), resume=True)
     with pytest.raises(CheckpointError, match=r"configuration: model\.norm_order was 'pre', is 'post'$"):

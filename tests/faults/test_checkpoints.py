@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import stretto.run
 import stretto.train
 from stretto import checkpoint, drafts, verify
 from stretto.checkpoint import Snapshot
@@ -280,7 +281,7 @@ def test_a_run_with_another_configuration_is_refused_by_key(run: Path) -> None:
 
 @pytest.mark.control("C3")
 def test_another_configuration_would_be_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretto.train, "_differences", lambda now, saved: [])
+    monkeypatch.setattr(stretto.run, "_differences", lambda now, saved: [])
     assert "run.seed was 0, is 5" in find_accepted(run)
 
 

@@ -124,7 +124,7 @@ def test_two_processes_replay_what_two_did(tmp_path: Path, whole: bool) -> None:
         )  # fmt: skip
 
     done = start("replay", str(run), "--step", "6")
-    assert "step 6, from the checkpoint of step 4, in 2 process(es) where the run had 1: " in done.stdout + done.stderr
+    assert "processes 2 where it was 1: " in done.stdout + done.stderr
     places = ("--set", f"run.dir={json.dumps(str(tmp_path / 'two'))}", "--set", 'parallel.data="shard"')
     done = start("train", str(run / "config.toml"), *places)
     assert done.returncode == 0, done.stderr
