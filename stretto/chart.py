@@ -138,7 +138,7 @@ def draw(series: Sequence[Series], resumed: Iterable[tuple[str, Place]], from_ze
     for tick in find_ticks(low, high):
         parts.append(f'<path class="rule" d="M{LEFT} {y(tick):.1f}H{width - RIGHT}"/>')
         parts.append(f'<text class="y" x="{LEFT - 8}" y="{y(tick) + 4:.1f}">{short(tick)}</text>')
-    ticks = [tick for tick in find_ticks(0, end) if tick % 1 == 0 and x(tick) < width - 70]
+    ticks = [tick for tick in find_ticks(0, end, min(8, width // 70)) if tick % 1 == 0 and x(tick) < width - 70]
     parts += [f'<text x="{x(tick):.1f}" y="{height - 6}">{short(tick)}</text>' for tick in ticks]
     parts.append(f'<text class="x" x="{width - RIGHT}" y="{height - 6}">step</text>')
     parts += [f'<path class="{kind}" d="M{x(place[0]):.1f} {TOP}V{height - BOTTOM}"/>' for kind, place in resumed]

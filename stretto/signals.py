@@ -107,7 +107,7 @@ def watching(state: Stoppable, name: str, speaks: bool, timeout_s: float) -> Ite
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             signal.raise_signal(number)
             return
-        if speaks and not state.stop:
+        if speaks and not asked:
             what = "stopping" if state.on_stop else "saving before the next step, then stopping"
             tell(f"{what}; the same signal {SAME_REQUEST_S:g} s from now, or later, stops at once")
         asked.setdefault(number, time.monotonic())
@@ -167,8 +167,11 @@ class Watch(threading.Thread):
     def note(self, numbers: bytes) -> None:
         now = time.monotonic()
         for number in numbers:
-            if number not in STOP_SIGNALS:
+            if number not in STOP_SIGNALS or self.state.verdict is not None:
                 continue
+            self.state.stop = True  # the main thread may be waiting for another process that could hear of it
+            if self.state.on_stop not in (None, raise_preempted):
+                self.state.on_stop()
             if now - self.heard.setdefault(number, now) > SAME_REQUEST_S:
                 self.end_at, self.end_code = min(self.end_at, now + GRACE_S), 128 + number
             elif self.state.on_stop is not None and not self.end_code:

@@ -211,11 +211,8 @@ def test_it_follows_a_run_until_its_end_and_writes_nothing(tmp_path: Path) -> No
 def test_nobody_has_to_read_it(tmp_path: Path) -> None:
     """Without a terminal the last picture is printed; a reader that has gone is no error."""
     run = fill(tmp_path / "run", lines_of(60), {"code": 0})
-    command = f"{sys.executable} -m stretto watch {run}"
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command} && {command} | true"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0 and done.stderr == "" and "run  finished" in done.stdout
+    command, shown = f"{sys.executable} -m stretto watch {run}", tmp_path / "shown"
+    script = f"set -o pipefail; {command} > {shown} & {command} | true && wait $!"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert shown.read_text(encoding="utf-8").startswith("run  finished")
