@@ -160,6 +160,8 @@ def _list_starts(starts: Sequence[Event]) -> str:
 def _describe(config: Config) -> dict[str, Any]:
     """Says in a few words what was trained on what; the configuration says the rest."""
     model, data, micro = config.model, config.data, config.train.micro_batches
+    if model.own:
+        return {"model": model.own, "data": f"{data.train} ({data.task})"}
     size = sum(weight.numel() for weight in build_model(model).parameters())
     batch = {"translation": f"{data.max_tokens:,} tokens", "images": f"{data.batch_size:,} images"}
     used = [f"{name} (auto)" if value == "auto" else name for name, value in asdict(config.techniques).items() if value]
