@@ -6,6 +6,7 @@ import errno
 import json
 import random
 import shutil
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -169,7 +170,7 @@ def count_verified(folder: Path) -> set[int]:
 def save_something(folder: Path, kind: str, shot: Snapshot, keep: int) -> None:
     """A save that goes well, is torn, or is refused."""
     if kind == "torn":
-        drafts.write_part(drafts.name_draft(folder, shot.state["step"], "e" * 32), shot)
+        drafts.write_part(drafts.name_draft(folder, shot.state["step"], uuid.uuid4().hex), shot)
     elif kind == "NaN":
         shot.weights["norm"][0] = torch.nan
         with pytest.raises(NonFiniteError):

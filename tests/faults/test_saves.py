@@ -199,11 +199,11 @@ def test_a_real_disk_that_is_full(tmp_path: Path, whole: bool, tally: Tally) -> 
             pytest.skip("disks can be mounted by root alone")
         try:
             folder, last = tmp_path / "disk" / "run", 0
-            for step in range(1, 20):
+            for step in range(1, 200):
                 shot = make_shot(step)
                 shot.weights["large"] = torch.full((1500,), float(step))
                 try:
-                    checkpoint.save(folder, shot, keep=9)
+                    checkpoint.save(folder, shot, keep=200)
                 except DiskFullError:
                     assert checkpoint.find_newest(folder) == (last or None) and not list(folder.glob(".*"))
                     tried += 1
