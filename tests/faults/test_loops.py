@@ -221,6 +221,7 @@ def test_a_record_that_is_damaged_stops_nothing(run: Path, text: str) -> None:
         ([75, -9], 75),
         ([7, 4], 4),
         ([7, -9], 137),
+        ([7, -15], 7),
         ([7, 7], 7),
         ([8, 75], 8),
         ([-11, 7], 139),
