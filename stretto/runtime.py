@@ -216,6 +216,7 @@ def _join_group(runtime: Runtime) -> None:
         dist.init_process_group(
             backend, store=runtime.store, rank=runtime.rank, world_size=runtime.world, timeout=timeout
         )
+        runtime.pulse = dist.new_group(timeout=timeout, backend="gloo")
     except RuntimeError as error:
         raise PeerLostError(
             f"{runtime.name}: the processes did not find each other within run.timeout_s = {runtime.timeout_s:g}, or "
