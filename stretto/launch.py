@@ -26,8 +26,8 @@ from stretto.signals import GRACE_S, LAUNCHER, SAME_REQUEST_S, STOP_SIGNALS
 LOOK_S = 0.1
 MEETING_S = 900  # for the other machines to come
 KILLED = 128  # and the number of the signal
-# What the others say when one process fails: that it was lost, or that they were told to stop.
-CONSEQUENCES = (PeerLostError.exit_code, Preempted.exit_code)
+# How the others end when one process fails: it was lost, or they were told to stop.
+CONSEQUENCES = (PeerLostError.exit_code, Preempted.exit_code, -signal.SIGTERM)
 
 
 class Launcher:

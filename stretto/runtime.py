@@ -210,10 +210,13 @@ def _join_group(runtime: Runtime) -> None:
     backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=runtime.timeout_s)
     try:
-        runtime.store, *_ = next(iter(dist.rendezvous("env://", runtime.rank, runtime.world, timeout=timeout)))
+        store, *_ = next(iter(dist.rendezvous("env://", runtime.rank, runtime.world, timeout=timeout)))
+        # A launcher may have one store for all its attempts; in it are the addresses of processes that are gone.
+        runtime.store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
             backend, store=runtime.store, rank=runtime.rank, world_size=runtime.world, timeout=timeout
         )
+        runtime.pulse = dist.new_group(timeout=timeout, backend="gloo")
     except RuntimeError as error:
         raise PeerLostError(
             f"{runtime.name}: the processes did not find each other within run.timeout_s = {runtime.timeout_s:g}, or "

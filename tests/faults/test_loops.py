@@ -189,10 +189,11 @@ def test_progress_and_stops_are_no_repetition(run: Path, monkeypatch: pytest.Mon
 @pytest.mark.dist
 @pytest.mark.fault("L3")
 def test_the_same_failure_of_another_process_is_counted_too(fleet: Fleet) -> None:
-    expected = [[4, 4]] * MOST_ATTEMPTS + [[6, 6]]
-    for codes in expected:
-        _, group = fleet.start("run", processes=2, faults=[("step", "data", 1, 3)])
-        assert group.wait() == codes, group.log
+    for attempts in range(MOST_ATTEMPTS + 1):
+        _, group = fleet.start("run", processes=2, faults=[("step", "data", 1, 3)], arguments=sets(checkpoint__every=0))
+        codes = group.wait()
+        # The store is the first process's: when it refuses, the other may be too late to read why.
+        assert codes == [4, 4] if attempts < MOST_ATTEMPTS else codes in ([6, 6], [6, 7]), group.log
     assert "3 attempts have ended alike after step 6: DataError" in group.log
 
 
@@ -221,6 +222,7 @@ def test_a_record_that_is_damaged_stops_nothing(run: Path, text: str) -> None:
         ([75, -9], 75),
         ([7, 4], 4),
         ([7, -9], 137),
+        ([7, -15], 7),
         ([7, 7], 7),
         ([8, 75], 8),
         ([-11, 7], 139),
