@@ -14,16 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.batch import IGNORE, Batch
 from stretto.config import dump_config
-from stretto.data import Data, open_data
-from stretto.data.packing import count, pack, to_tensor
+from stretto.data import open_data
 from stretto.data.sequences import SequenceData
-from stretto.data.stream import batch_positions
 from stretto.errors import CheckpointError, ConfigError, DataError
 from stretto.evaluate import measure
 from stretto.generate import sample
@@ -31,6 +27,7 @@ from stretto.given import CallbackError
 from stretto.recipes import load_recipe
 from stretto.trained import load_trained
 from tests.corpora import write_images, write_pairs
+from tests.given import TINY, Bigrams, Steps
 from tests.runs import PATIENCE_S, MakeConfig, eval_losses, losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -260,10 +257,6 @@ def test_other_tasks_have_their_own_words(make_config: MakeConfig, tmp_path: Pat
 
 
 SEQUENCES = [list(range(start, start + 30)) for start in range(60)]
-TINY = {
-    "run": {"device": "cpu"}, "data": {"seq_len": 16, "batch_size": 4}, "optim": {"lr": 1e-2, "warmup": 2},
-    "model": {"layers": 1, "width": 32, "heads": 4, "max_len": 32}, "train": {"steps": 4, "log_every": 1},
-}  # fmt: skip
 
 
 class Ids(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -331,40 +324,6 @@ def test_a_vocabulary_that_is_too_small_is_refused() -> None:
         stretto.train(TINY, data=SEQUENCES, overrides={"model.vocab": 64})
     with pytest.raises(DataError, match=r"data\.task = 'causal'"):
         stretto.train("masked-lm", data=SEQUENCES)
-
-
-class Steps(Data):
-    """As in docs/python.md."""
-
-    num_train, num_eval_batches, fingerprint = 100, 2, "steps"
-
-    def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
-        return self.make(batch_positions(index, 8, part, parts))
-
-    def eval_batch(self, index: int) -> Batch:
-        return self.make(range(1000 + 8 * index, 1008 + 8 * index))
-
-    def describe(self) -> str:
-        return "sequences that count in steps"
-
-    def make(self, samples: range) -> Batch:
-        rows = [np.arange(17) * (number % 7 + 1) % 50 for number in samples]
-        lengths = np.full(len(rows), 16)
-        inputs = pack(np.concatenate([row[:-1] for row in rows]), lengths, max_len=16)
-        labels = to_tensor(np.concatenate([row[1:] for row in rows]))
-        return Batch(labels, count(lengths, len(labels), len(labels)), tuple(samples), inputs)
-
-
-class Bigrams(nn.Module):
-    def __init__(self, vocab: int = 64) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(vocab, vocab)
-
-    def forward(self, batch: Batch) -> Tensor:
-        assert batch.inputs is not None
-        hidden = F.dropout(self.table(batch.inputs.ids), 0.1, self.training)
-        return F.cross_entropy(hidden.float(), batch.labels, ignore_index=IGNORE, reduction="sum")
 
 
 def test_a_model_of_ones_own_is_trained_and_resumed_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
