@@ -79,9 +79,9 @@ def evaluate_run(
 
     scores = measure(run, beam)
     counts = [scores.pop(name) for name in ("batches", "all_batches", "batches_while_training")]
+    typer.echo("batches: {} of {}; evaluations while it was trained: over {}".format(*counts))
     for name, value in scores.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
-    typer.echo("batches: {} of {}; evaluations while it was trained: over {}".format(*counts))
 
 
 @app.command()
