@@ -47,6 +47,7 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e
               "L40": 181e12, "NVIDIA L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 112e12,
               "Tesla T4": 65e12}  # fmt: skip
 
+ANOTHER = "another process was lost"  # where nobody knows which
 LOST = re.compile("Connection closed by peer|Connection reset by peer|[Tt]imed out|Read error|Broken pipe")
 SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors and other libraries in Rust quote the system
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -145,8 +146,9 @@ class Runtime(Stoppable):
             lost: StrettoError = kind(f"{where}rank {first['rank']} has failed: {first['message']}")
         else:
             who = ", ".join(map(str, self.missing))
-            who = f"rank {who} was lost without a word, or" if who else "another process"
-            lost = PeerLostError(f"{where}{who} did not answer: {cause}")
+            who = f"rank {who} was lost without a word" if who else ANOTHER
+            detail = str(cause).removeprefix(describe_loss(ANOTHER, self.timeout_s))
+            lost = PeerLostError(where + describe_loss(who, self.timeout_s) + detail)
         lost.first = first or {}
         return lost
 
@@ -161,6 +163,10 @@ class Runtime(Stoppable):
             error.told = True
         if self.store is not None:
             note_failure(self.store, describe_end(error, self.rank, self.step))
+
+
+def describe_loss(who: str, timeout_s: float) -> str:
+    return f"{who}, or did not answer within run.timeout_s = {timeout_s:g}: "
 
 
 def describe_end(error: BaseException | None, rank: int, step: int) -> dict[str, Any]:
@@ -301,9 +307,7 @@ def explain(error: BaseException, timeout_s: float) -> StrettoError | None:
     if number in REFUSED:
         return CheckpointError(f"the system refuses to read or write; earlier checkpoints are whole: {text}")
     if isinstance(error, dist.DistError) or (dist.is_initialized() and LOST.search(text)):
-        return PeerLostError(
-            f"another process was lost, or did not answer within run.timeout_s = {timeout_s:g}: {text}"
-        )
+        return PeerLostError(describe_loss(ANOTHER, timeout_s) + text)
     return None
 
 

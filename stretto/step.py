@@ -63,7 +63,7 @@ class Update:
         cancel = self.guard.judge(norm, own)
         if self.scaler.is_enabled():
             for found in self.scaler._found_inf_per_device(optimizer).values():
-                found += cancel  # it has looked at the gradients of this process alone
+                torch.maximum(found, cancel, out=found)  # it has looked at the gradients of this process alone
             self.scaler.step(optimizer)
             self.scaler.update()
         else:

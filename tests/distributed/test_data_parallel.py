@@ -148,5 +148,5 @@ def test_the_loss_of_a_process_ends_the_other_with_a_clear_message(runs: Path) -
     second.kill()
     output, message = first.communicate(timeout=PATIENCE_S)
     second.communicate()
-    assert first.returncode == 7 and "stretto: another process was lost" in message, message
+    assert first.returncode == 7 and "rank 1 was lost without a word" in message, message
     assert "models that hold the group: 0" in output, output

@@ -143,7 +143,7 @@ def test_split_weights_go_on_elsewhere(runs: Path, folder: str, legs: dict[str, 
     assert {leg: code(runs / Path(leg).parent, Path(leg).name) for leg in legs} == legs
     found, whole = losses(runs / "two" / folder), losses(runs / "two" / "split-shard")
     assert found == pytest.approx(whole, abs=BF16)
-    assert [found[step] for step in range(1, 5)] == [whole[step] for step in range(1, 5)]
+    assert [found[step] for step in range(1, 4)] == [whole[step] for step in range(1, 4)]  # before the first stop
 
 
 @pytest.mark.parametrize("fused", [FusedConfig(weights="split"), FusedConfig(), None], ids=["split", "fp32", "off"])

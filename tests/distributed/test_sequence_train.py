@@ -204,4 +204,4 @@ main()
     _, message = first.communicate(timeout=PATIENCE_S)
     second.communicate(timeout=PATIENCE_S)
     assert second.returncode == -9
-    assert first.returncode == 7 and "stretto: another process was lost" in message, message
+    assert first.returncode == 7 and "rank 1 was lost without a word" in message, message

@@ -198,10 +198,10 @@ def test_processes_that_call_different_collectives(fleet: Fleet) -> None:
 
 
 def test_a_process_that_the_system_ends_says_where_it_stood(fleet: Fleet) -> None:
-    """A token file is cut off while it is mapped: reading on is a bus error."""
-    _, group = fleet.start("cut", faults=[("load", "cut", 0, 3)], arguments=LONG)
+    """A bus error, as after a mapped file was cut off between two looks at it."""
+    _, group = fleet.start("bus", faults=[("load", "bus", 0, 3)], arguments=LONG)
     assert group.wait(BOUND_S) == [-signal.SIGBUS], group.log
-    assert "Bus error" in group.log and "in train_batch" in group.log
+    assert "Bus error" in group.log and "in read_batches" in group.log
 
 
 @pytest.mark.fault("O1")

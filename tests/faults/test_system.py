@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stretto import checkpoint
+from stretto import checkpoint, drafts
 from stretto.errors import CheckpointError, ConfigError, DiskFullError, StrettoError
 from stretto.train import train
 from tests.faults.configs import config_of
@@ -29,8 +29,8 @@ def test_a_save_that_the_system_refuses(
     def refuse(*args: Any) -> None:
         raise OSError(number, os.strerror(number), "a file")
 
-    monkeypatch.setattr(checkpoint, "sync", refuse)
-    with pytest.raises(kind, match="earlier checkpoints are whole"):
+    monkeypatch.setattr(drafts, "sync", refuse)
+    with pytest.raises(kind, match="earlier checkpoints are"):
         train(config_of(run, steps=6), resume=True)
     monkeypatch.undo()
     assert checkpoint.find_newest(run / "checkpoints") == 4
