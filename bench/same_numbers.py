@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -129,13 +130,19 @@ def read_numbers(run: Path) -> dict[str, Any]:
     keys = ("loss", "grad_norm", "eval_loss")
     numbers = {key: [line[key] for line in lines if key in line] for key in keys}
     newest = max((run / "checkpoints").glob("step-*"))
-    return numbers | {name: hash_tensors(newest / f"{name}.safetensors") for name in ("model", "optimizer")}
+    return numbers | {name: hash_tensors(newest, name) for name in ("model", "optimizer")}
 
 
-def hash_tensors(path: Path) -> str:
+def hash_tensors(checkpoint: Path, kind: str) -> str:
+    """Hashes whole tensors. Processes may have saved parts: other tensors, or rows of them in the order of ranks."""
+    import torch
     from safetensors.torch import load_file
 
-    return hash_all(load_file(path))
+    rows: dict[str, list[Any]] = defaultdict(list)
+    for path in sorted(checkpoint.glob(f"{kind}*.safetensors")):
+        for name, value in load_file(path).items():
+            rows[name].append(value)
+    return hash_all({name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in rows.items()})
 
 
 def hash_all(tensors: dict[str, Any]) -> str:
