@@ -169,7 +169,7 @@ class Loaded:
         _require_at_least(beam=(beam, 1))
         data = None if data is None else _adopt(data, self.config)[1]
         device = cast(Literal["cpu", "cuda"], self.trained.device.type)
-        with start(replace(self.config.run, device=device)) as rt:
+        with start(replace(self.config.run, device=device)) as rt, rt.interruptible():
             return measure_trained(self.trained, self.folder, rt, beam, data)
 
     def _require(self, task: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from stretto.checkpoint import find_best, steps
 from stretto.config import Config, DataConfig
-from stretto.ending import EXIT
+from stretto.ending import EXIT, MOST_BYTES
 from stretto.errors import CheckpointError, StrettoError
+from stretto.files import read_text
 from stretto.trained import load_run_config
 from stretto.verify import judge, name_step, read_manifest
 
@@ -97,7 +98,7 @@ def _is_there(source: str) -> bool:
 def _describe_end(path: Path) -> str:
     """In the words of exit.json; without one, the run goes on or was killed."""
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(read_text(path, MOST_BYTES))
         cause = f", {record['cause']} in process {record['rank']}: {record['message']}" if record["cause"] else ""
         return f"exit code {record['code']}{cause}"
     except FileNotFoundError:

@@ -74,20 +74,23 @@ def snapshot(
 def count_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, saves: Saves = lambda name: True) -> int:
     """About how large the files are that this process writes: numbers, and what is said of each tensor. Weights of any
     kind are saved in 32 bits."""
-    found = _find_tensors(model, optimizer, saves)
+    found = _find_tensors(model, optimizer, saves, lambda like, **_: like)
     sizes = {name: find_local(t).numel() * max(t.itemsize, 4 * ("/" not in name)) for name, t in found.items()}
     return sum(sizes.values()) + sum(2 * len(name) + 140 for name in sizes)
 
 
-def _find_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, saves: Saves) -> dict[str, Tensor]:
-    """The weights and moments that this process saves, as they are; names of moments have a slash."""
+def _find_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saves: Saves, new: Callable[..., Tensor] = torch.zeros_like
+) -> dict[str, Tensor]:
+    """The weights and moments that this process saves, as they are; names of moments have a slash. `new` makes those
+    that are not there yet."""
     weights = model.state_dict(keep_vars=True)
     found = {name: value for name, value in weights.items() if _is_saved_here(value, saves(name))}
     for name, (parameter, key, _) in _find_moments(model, optimizer).items():
         # Torch's AdamW has no moments of a parameter that never had a gradient: they begin with zeros.
         own = optimizer.state.get(parameter, {}).get(key)
         like = torch.zeros((), device=parameter.device) if key == "step" else parameter
-        moment = torch.zeros_like(like, requires_grad=False) if own is None else own
+        moment = new(like, requires_grad=False) if own is None else own
         if _is_saved_here(moment, saves(name.partition("/")[2])):
             found[name] = moment
     return found

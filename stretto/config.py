@@ -30,7 +30,7 @@ class RunConfig:
     seed: int = 0  # the only source of randomness: initial weights, data order, masking, dropout
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPU if there is one
     deterministic: bool = False  # only deterministic kernels: slower, bit-equal from run to run on a GPU too
-    timeout_s: float = 600.0  # no process waits longer than this for another one
+    timeout_s: float = 600.0  # no process waits longer than this for another one that gives no sign of life
 
     def __post_init__(self) -> None:
         _require_positive("run", self, "timeout_s")

@@ -18,15 +18,16 @@ import torch
 
 from stretto.config import Config, dump_config
 from stretto.errors import PeerLostError, RepeatedFailure, StrettoError, tell
-from stretto.files import open_in_place, open_new, write_text
+from stretto.files import open_in_place, open_new, read_text, write_text
 from stretto.plan import advise_on_memory
 from stretto.runtime import Runtime, describe_end, read_clock, total_memory
 from stretto.version import __version__
 
 EXIT, EVENTS = "exit.json", "events.jsonl"
 MOST_ATTEMPTS = 3
+MOST_BYTES = 2**20  # of exit.json
 BEFORE = "stretto/before"  # the key in the store of the processes
-NO_FAILURES = (0, 75, 130)
+NOT_COUNTED = (0, 7, 9, 75, 130)  # no failures, and those that another machine or an empty disk mends
 
 
 @contextmanager
@@ -84,14 +85,14 @@ def _find_kind(end: dict[str, Any], version: str) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_text(path, MOST_BYTES))
         if isinstance(record, dict) and isinstance(record.get("attempts", 1), int):
             return record
     return {}
 
 
 def _refuse_repetition(path: Path, before: dict[str, Any], version: str) -> None:
-    repeated = before.get("attempts", 1) >= MOST_ATTEMPTS and before.get("code") not in NO_FAILURES
+    repeated = before.get("attempts", 1) >= MOST_ATTEMPTS and before.get("code") not in NOT_COUNTED
     if repeated and before.get("version") == version:
         raise RepeatedFailure(
             f"{before['attempts']} attempts have ended alike after step {before.get('step')}: {before.get('cause')} "

@@ -58,9 +58,12 @@ class Callbacks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not (self.given and isinstance(error, Preempted)) or self.rt is None:
-            return False
-        return self.rt.sum_over_ranks([self.asked])[0] > 0
+        return self.asked and isinstance(error, Preempted)
+
+    def agree(self) -> None:
+        """Tells all processes, which call this before they stop, whether a callback of the main one asked for it."""
+        if self.given and self.rt is not None:
+            self.asked = self.rt.sum_over_ranks([self.asked])[0] > 0
 
     def after_step(self, step: int, numbers: Mapping[str, float]) -> None:
         self._call("after_step", step, MappingProxyType(dict(numbers)))

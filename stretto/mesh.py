@@ -55,7 +55,7 @@ def build_mesh(cfg: ParallelConfig, device: torch.device, rank: int, world: int)
         keys = " x ".join(f"parallel.{name} = {size}" for name, size in axes)
         raise ConfigError(
             f"{keys} needs a multiple of {mesh.team} processes, and there "
-            f"{'is 1' if world == 1 else f'are {world}'}: start them by torchrun --nproc-per-node {mesh.team}, or "
+            f"{'is 1' if world == 1 else f'are {world}'}: start them by `stretto launch -n {mesh.team} ...`, or "
             f"lower parallel.{axes[0][0]}"
         )
     if not axes:

@@ -20,6 +20,7 @@ from stretto.build import build
 from stretto.config import Config
 from stretto.data import Data, open_data
 from stretto.errors import CheckpointError, ConfigError, DifferenceError
+from stretto.given import Given
 from stretto.mesh import build_mesh
 from stretto.report import read_events
 from stretto.run import Run, load_latest, look_at_guard, start_from_folder
@@ -30,11 +31,11 @@ from stretto.trained import load_run_config
 
 def replay(folder: Path, step: int) -> list[str]:
     """What was compared, in words of the main process; an error in each if anything differs."""
-    config = load_run_config(folder)
+    config = Given().complete(load_run_config(folder))
     config = replace(config, run=replace(config.run, dir=str(folder)))
     if not 1 <= step <= config.train.steps:
         raise ConfigError(f"--step {step} is not one of the {config.train.steps} steps of {folder}")
-    with TemporaryDirectory() as scratch, runtime.start(config.run) as rt:
+    with TemporaryDirectory() as scratch, runtime.start(config.run) as rt, rt.interruptible():
         return _replay(config, folder, step, rt, Path(scratch))
 
 

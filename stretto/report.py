@@ -31,7 +31,7 @@ from rich.segment import Segment
 
 from stretto.config import Config
 from stretto.errors import tell
-from stretto.files import open_in_place, replacing
+from stretto.files import open_in_place, open_regular, replacing
 from stretto.optim import count_state
 from stretto.plan import predict_for
 from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, read_clock, total_memory
@@ -210,9 +210,12 @@ def choose_pieces(pieces: dict[str, str], width: int) -> set[str]:
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Reads all whole lines, and none if there is no file: a crash may tear a line, and a disk may spoil one."""
     path, events = folder / EVENTS, []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
-        with suppress(ValueError, RecursionError):
-            events.append(json.loads(line))
+    if not path.exists():
+        return []
+    with open_regular(path) as file:
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                events.append(json.loads(line))
     return [event for event in events if isinstance(event, dict)]
 
 

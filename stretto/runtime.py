@@ -72,6 +72,7 @@ class Runtime(Stoppable):
     store: dist.Store | None = None  # where processes leave messages; none in a group that the caller has made
     missing: list[int] = field(default_factory=list)  # who did not answer when one was lost
     pulse: dist.ProcessGroup | None = None  # of the heartbeats
+    said: BaseException | None = None  # the error that was announced
     advise: Callable[[], str] = field(default=lambda: "")  # what to do when memory is full
 
     @property
@@ -155,10 +156,12 @@ class Runtime(Stoppable):
     def announce(self, error: BaseException) -> None:
         """Says why this process fails, before the others can notice that it does."""
         is_second = isinstance(error, StrettoError) and (error.told or error.first is not None)
+        is_second |= self.said is not None and self.said in (error, error.__cause__)
         if self.world == 1 or is_second or isinstance(error, Preempted | PeerLostError | KeyboardInterrupt):
             return
         message = str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"
         tell(f"{self.name}, after step {self.step}: {message}")
+        self.said = error
         if isinstance(error, StrettoError):
             error.told = True
         if self.store is not None:

@@ -2,7 +2,7 @@
 
 Every process has such a thread, for what it saves itself. The thread of the main process waits for the lists of the
 others to appear in the draft: threads send no messages, which would get between those of training. An error is kept
-until the loop asks: `failed` tells it to save and stop, and `settle`, by which every save begins, raises in all
+until the loop asks: `failed` tells it to stop, and `settle`, by which every save begins, raises in all
 processes what went wrong in one.
 """
 
@@ -12,12 +12,12 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from stretto.drafts import Snapshot, clean, name_draft, name_part, publish, write_part
 from stretto.errors import CheckpointError, DiskFullError, PeerLostError, StrettoError, tell
-from stretto.runtime import Runtime
+from stretto.runtime import SHARED_CAUSES, Runtime
+from stretto.verify import steps
 
 POLL_S = 0.05  # between looks for what other processes have written
 GRACE_S = 3.0  # for other processes to complete a save when the run has failed already
@@ -48,12 +48,16 @@ class Saver:
         return self
 
     def _require_space(self) -> None:
-        """The disk has to have room for two checkpoints: one may be written before an old one is deleted."""
+        """The disk has to have room for two checkpoints, since one is written before an old one is deleted; for one, if
+        there are as many old ones as ever stay."""
         free = shutil.disk_usage(self.folder.parent).free if self.rt.is_main else 0
-        (free,), needed = self.rt.sum_over_ranks([free]), 2 * sum(self.sizes)
+        there = len(steps(self.folder)) if self.rt.is_main else 0
+        free, there = self.rt.sum_over_ranks([free, there])
+        number = 1 if there >= max(self.keep, 2) else 2
+        needed, what = number * sum(self.sizes), ("one checkpoint needs", "two checkpoints need")[number - 1]
         if free < needed:
             raise DiskFullError(
-                f"{self.folder.parent} has {free / 1e9:.3g} GB free, and two checkpoints need {needed / 1e9:.3g} GB: "
+                f"{self.folder.parent} has {free / 1e9:.3g} GB free, and {what} {needed / 1e9:.3g} GB: "
                 "make room, set run.dir to a larger disk, or checkpoint.keep to 0, which saves nothing"
             )
 
@@ -133,5 +137,7 @@ class Saver:
 def _describe(codes: list[int]) -> StrettoError:
     """The error in processes whose own part was saved, with the exit code of the one that failed."""
     rank = next(rank for rank, code in enumerate(codes) if code)
-    kinds: dict[int, Callable[[str], StrettoError]] = {kind.exit_code: kind for kind in StrettoError.__subclasses__()}
-    return kinds.get(codes[rank], CheckpointError)(f"process {rank} could not save its part: its own message says why")
+    kind = SHARED_CAUSES.get(codes[rank], CheckpointError)
+    error = kind(f"process {rank} could not save its part: its own message says why")
+    error.first = {}  # what that process says counts
+    return error

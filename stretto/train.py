@@ -81,7 +81,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         for warning in find_warnings(config, data, rt.device) if rt.is_main else ():
             tell(f"warning: {warning}")
         run_loop(run, report)
-        if rt.is_main:
+        if rt.is_main and not rt.stop:  # who was asked to stop when all was done does not wait for a page
             with rt.interruptible():
                 report.attempt("report.html", lambda: report.say(f"report: {write_report(folder, rt.device)}"))
 
@@ -105,6 +105,7 @@ def run_loop(run: Run, report: Report) -> None:
                 parts.executor.end_updates()
                 save(run)
             run.saver.settle()
+            run.callbacks.agree()
             raise Preempted(explain_stop(run))
         lr, loss_sum, grad_norm = take_step(run, step, batches, counts)
         meter.add(*amounts)
@@ -179,7 +180,8 @@ def explain_stop(run: Run) -> str:
 def evaluate_now(run: Run, report: Report) -> bool:
     """Whether the model is better than ever before; it is not known if a stop comes in between."""
     parts, num_batches, precision = run.parts, run.config.train.eval_batches, run.parts.update.precision
-    can_stop = run.step < run.config.train.steps  # the last one belongs to the result
+    # The last one belongs to the result; and where a stop comes some updates later, nobody would make up for it.
+    can_stop = run.step < run.config.train.steps and not parts.executor.agrees_late
     scores = evaluate(parts.model, precision, run.data, num_batches, run.rt, run.mesh, parts.techniques, can_stop)
     if not scores:
         return False

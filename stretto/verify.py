@@ -18,11 +18,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stretto.errors import CheckpointError, tell
+from stretto.files import open_regular, read_text
 from stretto.pieces import FILE, find_flaw
 
 FORMAT = 2
+MOST_BYTES = 2**28  # of a manifest or a state: a million tensors take about as many
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other errors of the system may pass
 PAUSES_S = (0.1, 0.5, 2.0)  # between tries to read; what network file systems and a full table of open files may need
+STATE: dict[str, Any] = {
+    "step": int, "best_step": int, "evaluated": int, "tokens": int, "best": int | float | None, "scaler": dict,
+    "guard": dict, "techniques": dict, "identity": dict,
+}  # fmt: skip
 _NAME = re.compile(r"step-(\d{8})")
 Result = TypeVar("Result")
 
@@ -85,17 +91,18 @@ def judge(checkpoint: Path) -> tuple[str, str]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "manifest.json").read_text())
+    return json.loads(read_text(checkpoint / "manifest.json", MOST_BYTES))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Reads the state. What matches its manifest may still be another thing: whoever wrote it has sealed it."""
     try:
-        state = json.loads((checkpoint / "state.json").read_text())
-        kinds = {"step": int, "best_step": int, "tokens": int, "scaler": dict, "guard": dict, "identity": dict}
-        wrong = [key for key, kind in kinds.items() if key in state and not isinstance(state[key], kind)]
-        if wrong or not isinstance(state, dict) or not {"step", "best_step"} <= state.keys():
-            raise ValueError(f"it has no right {wrong[0] if wrong else 'step'}")
+        state = json.loads(read_text(checkpoint / "state.json", MOST_BYTES))
+        kinds = STATE if "identity" in state else {"step": int, "best_step": int}  # a model alone has not more
+        known = {"evaluated": 0, "techniques": {}} | state  # what older versions did not have
+        wrong = [key for key, kind in kinds.items() if not isinstance(known.get(key, ...), kind)]
+        if wrong or not all(isinstance(value, int | float) for value in known.get("guard", {}).values()):
+            raise ValueError(f"it has no right {wrong[0] if wrong else 'guard'}")
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{checkpoint / 'state.json'} is not the state of a run: {error}") from error
     return state
@@ -151,5 +158,5 @@ def seal(manifest: dict[str, Any]) -> str:
 
 
 def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

@@ -349,7 +349,7 @@ def test_the_method_is_chosen_and_the_log_says_why(monkeypatch: pytest.MonkeyPat
 def test_too_few_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"parallel.sequence = 4 needs a multiple of 4 processes, and there are 6"):
         build_mesh(ParallelConfig(sequence=4), CPU, 0, 6)
-    with pytest.raises(ConfigError, match=r"there is 1: start them by torchrun --nproc-per-node 2"):
+    with pytest.raises(ConfigError, match=r"there is 1: start them by `stretto launch -n 2"):
         build_mesh(ParallelConfig(sequence=2), CPU, 0, 1)
     monkeypatch.setattr("stretto.mesh.init_device_mesh", lambda *args, **options: (args, options))
     meshes = [build_mesh(ParallelConfig(sequence=2), CPU, rank, 4) for rank in range(4)]

@@ -37,7 +37,7 @@ PHASES = {
     "learn": "stretto.step.Update.learn",
     "apply": "stretto.step.Update.apply",
     "evaluate": "stretto.data.text.TextData.eval_batch",
-    "save": "stretto.checkpoint.save",
+    "save": "stretto.saving.publish",
     "event": "stretto.report.Report.event",
     "report": "stretto.page.sample",
 }

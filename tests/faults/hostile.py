@@ -677,7 +677,15 @@ def list_links(places: Places) -> Iterator[Case]:
             if command == "resume" and name == "config.toml":
                 argv[1] = str(places.run / "config.toml")
             yield Case(f"link as {name}", argv, (5,), find_run(argv), says=f"{name} is a link")
-    for name in ("config.toml", "labels.json", "data/tokenizer.json"):
+    newest = f"checkpoints/{max(path.name for path in (places.run / 'checkpoints').iterdir())}"
+    for name in (
+        "config.toml",
+        "labels.json",
+        "data/tokenizer.json",
+        f"{newest}/manifest.json",
+        f"{newest}/state.json",
+        f"{newest}/model.safetensors",
+    ):
         run = copy_run(places)
         (run / name).unlink()
         os.mkfifo(run / name)
