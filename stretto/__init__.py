@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from stretto.given import Callback
     from stretto.hf import accelerate, restore
 
-_HOMES = {
-    "Callback": "stretto.given", "Loaded": "stretto.api", "Result": "stretto.api", "load": "stretto.api",
-    "accelerate": "stretto.hf", "restore": "stretto.hf",
-}  # fmt: skip
-_MODULES = ("hf", "train")
 __all__ = [
     "Callback", "Config", "Loaded", "Result", "StrettoError", "__version__", "accelerate", "hf", "load", "load_config",
     "restore", "train",
@@ -40,10 +35,17 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What needs torch, or transformers, comes when it is asked for."""
-    if name in _MODULES:
-        return import_module(f"stretto.{name}")
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    match name:
+        case "train":
+            return import_module("stretto.train")
+        case "hf":
+            return import_module("stretto.hf")
+        case "accelerate" | "restore":
+            return getattr(import_module("stretto.hf"), name)
+        case "load" | "Loaded" | "Result":
+            return getattr(import_module("stretto.api"), name)
+        case "Callback":
+            return getattr(import_module("stretto.given"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

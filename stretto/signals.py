@@ -137,7 +137,7 @@ class Watch(threading.Thread):
 
     def __init__(self, state: Stoppable, name: str, timeout_s: float) -> None:
         super().__init__(name="watch", daemon=True)
-        self.state, self.process, self.patience = state, name, 0.9 * timeout_s
+        self.state, self.process, self.patience = state, name, 0.75 * timeout_s
         self.heard: dict[int, float] = {}  # when each signal came first, also if the main thread has not heard it yet
         self.end_at, self.end_code = float("inf"), 0
         self.reported = 0.0  # the progress after which it was said that there is none

@@ -34,6 +34,7 @@ STARTS_PROCESSES = {
     "bench/pipeline_speed.py", "bench/same_numbers.py", "bench/time_to_loss.py",
 }  # fmt: skip
 IMPORTS_BY_NAME = {"stretto/techniques/__init__.py"}
+CALLS_THE_SYSTEM = {"stretto/signals.py"}  # prctl(2), for which Python has no function
 CHECKED = sorted(path for name in ("stretto", "bench", "examples") for path in (ROOT / name).rglob("*.py"))
 
 
@@ -130,7 +131,8 @@ def starts_processes(source: str) -> bool:
 @pytest.mark.parametrize("path", CHECKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_executes_what_it_loads(path: Path) -> None:
     source, name = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
-    assert [found for found in find_offences(source) if found != BY_NAME or name not in IMPORTS_BY_NAME] == []
+    allowed = {BY_NAME: name in IMPORTS_BY_NAME, "ctypes.CDLL": name in CALLS_THE_SYSTEM}
+    assert [found for found in find_offences(source) if not allowed.get(found)] == []
     assert not starts_processes(source) or name in STARTS_PROCESSES
 
 

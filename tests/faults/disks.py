@@ -179,7 +179,7 @@ class Failing:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, failing: range, number: int) -> None:
         self.calls = 0
-        for module, name in ((io, "open"), (os, "stat")):
+        for module, name in ((io, "open"), (os, "open"), (os, "stat")):
             patch.setattr(module, name, self.wrap(getattr(module, name), str(folder), failing, number))
 
     def wrap(self, real: Callable[..., Any], folder: str, failing: range, number: int) -> Callable[..., Any]:

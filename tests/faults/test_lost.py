@@ -119,7 +119,8 @@ def test_a_loader_hangs(fleet: Fleet, processes: int, whole: bool) -> None:
     """The batch that does not come is a mistake of the data, which names the step; all processes learn it."""
     if processes > 1 and not whole:
         pytest.skip("in `make faults`")
-    faults: Faults = [("load", "hang", processes - 1, 3)]
+    # The main process also reads a batch to know its size, before the first step.
+    faults: Faults = [("load", "hang", processes - 1, 4 if processes == 1 else 3)]
     arguments = [*LONG, *sets(run__timeout_s=FROZEN_S)]
     _, group = fleet.start("loader", processes=processes, faults=faults, arguments=arguments)
     assert group.wait(BOUND_S) == [4] * processes, group.log
@@ -199,7 +200,7 @@ def test_processes_that_call_different_collectives(fleet: Fleet) -> None:
 
 def test_a_process_that_the_system_ends_says_where_it_stood(fleet: Fleet) -> None:
     """A bus error, as after a mapped file was cut off between two looks at it."""
-    _, group = fleet.start("bus", faults=[("load", "bus", 0, 3)], arguments=LONG)
+    _, group = fleet.start("bus", faults=[("load", "bus", 0, 4)], arguments=LONG)
     assert group.wait(BOUND_S) == [-signal.SIGBUS], group.log
     assert "Bus error" in group.log and "in read_batches" in group.log
 

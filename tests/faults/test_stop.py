@@ -205,7 +205,7 @@ def test_processes_that_obey_their_own_flag_alone_lose_each_other(fleet: Fleet) 
 def test_a_process_alone_hears_a_stop_everywhere(fleet: Fleet, phase: str) -> None:
     """While a tokenizer is trained, in a call that Python cannot interrupt; while files are hashed; with a loader that
     hangs; and when all is done but the report."""
-    action, call = {"bpe": ("hang", 1), "load": ("hang", 3)}.get(phase, ("wait", 1))
+    action, call = {"bpe": ("hang", 1), "load": ("hang", 4)}.get(phase, ("wait", 1))
     arguments = sets(train__steps=STEPS, **({"data__tokenizer": "bpe", "data__vocab": 270} if phase == "bpe" else {}))
     run, group = fleet.start("run", fresh=True, faults=[(phase, action, 0, call)], arguments=arguments)
     group.wait_for(f"@{phase}")

@@ -144,5 +144,5 @@ def test_a_report_that_raises_would_stop_a_run(run: Path, monkeypatch: pytest.Mo
     (run / EVENTS).unlink()
     (run / EVENTS).mkdir()
     monkeypatch.setattr(Report, "attempt", lambda self, sink, write: write())
-    with pytest.raises(CheckpointError):
+    with pytest.raises((CheckpointError, OSError)):
         train(config_of(run, STEPS), resume=True)
