@@ -19,7 +19,7 @@ from stretto.data import Data, keep_tokenizer, open_data
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted, tell
 from stretto.evaluate import evaluate
-from stretto.files import make_folder, refuse_links
+from stretto.files import make_folder, refuse_links, remove_stale_drafts
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.generate import find_prompt
 from stretto.given import Callbacks, Given
@@ -59,6 +59,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         if rt.is_main:
             _prepare_folder(folder, resume)
             killed = cleanup.enter_context(runtime.lock_folder(folder))
+            remove_stale_drafts(folder)  # of attempts that were killed
             cleanup.enter_context(ending.recording_exit(folder, rt, config))
         data = _open_data(config, folder, rt, given)
         if not rt.is_main:  # from here on it is certain that no other run has the folder

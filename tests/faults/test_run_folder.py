@@ -225,6 +225,16 @@ def test_without_flushing_they_would_be_empty(run: Path, monkeypatch: pytest.Mon
         check_after_power_cut(run, monkeypatch, flushes=False)
 
 
+@pytest.mark.fault("K4")
+def test_a_start_removes_what_killed_ones_left_in_the_run_folder(run: Path) -> None:
+    """Drafts of small files; what is not named like one is the user's."""
+    left, own = run / f".labels.json.{'0' * 32}", run / ".notes"
+    left.write_text("[")
+    own.write_text("mine")
+    train(config_of(run, steps=5), resume=True)
+    assert not left.exists() and own.read_text() == "mine"
+
+
 @pytest.mark.fault("X5")
 def test_exporting_to_the_current_folder_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
