@@ -27,6 +27,7 @@ from stretto.report import read_events
 from stretto.runtime import choose_device, start
 from stretto.train import train as run_training
 from stretto.trained import Trained, load_trained
+from stretto.verify import name_step
 
 USES = {"causal": "generate", "translation": "translate", "images": "label"}
 
@@ -102,7 +103,7 @@ def read_result(folder: Path, steps: int) -> Result:
         eval_losses=eval_losses,
         best_step=best,
         best_loss=finite.get(best, math.nan),
-        best_checkpoint=folder / "checkpoints" / f"step-{kept:08d}" if kept else None,
+        best_checkpoint=folder / "checkpoints" / name_step(kept) if kept else None,
         metrics={key: value for key, value in last.items() if key not in ("time", "step")}
         | {key: finished[key] for key in ("seconds",) if key in finished},
     )

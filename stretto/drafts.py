@@ -7,7 +7,6 @@ the previous checkpoint or the new one, whole. Only then are old ones retired, a
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -25,10 +24,10 @@ from torch import Tensor
 from stretto.errors import CheckpointError, DiskFullError, NonFiniteError, tell
 from stretto.files import sync, write_text
 from stretto.pieces import Rows, index_tensors, merge_indices, write_tensors
+from stretto.runtime import FULL
 from stretto.verify import FORMAT, find_damage, find_manifest_flaw, judge, name_step, seal, steps
 
 KINDS = ("model", "optimizer", "others")  # of tensors: a file for each, the last one only where it is needed
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LEAST = 2  # verified checkpoints that stay at least
 _LEFT = re.compile(r"\.(new-step-\d{8}-[0-9a-f]{32}|gone-step-\d{8})")  # all else with a dot is the user's own
 

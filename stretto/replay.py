@@ -27,6 +27,7 @@ from stretto.run import Run, load_latest, look_at_guard, start_from_folder
 from stretto.runtime import Runtime
 from stretto.train import complete, count_together, read_batches, take_step
 from stretto.trained import load_run_config
+from stretto.verify import name_step
 
 
 def replay(folder: Path, step: int) -> list[str]:
@@ -95,7 +96,7 @@ def _find_checkpoint(folder: Path, step: int) -> checkpoint.Stored | None:
     checkpoints = folder / "checkpoints"
     if step not in checkpoint.steps(checkpoints):
         return None
-    path = checkpoints / f"step-{step:08d}"
+    path = checkpoints / name_step(step)
     return checkpoint.open_stored(checkpoints, step) if checkpoint.find_damage(path) is None else None
 
 

@@ -21,6 +21,7 @@ from stretto.replicas import compare
 from stretto.runtime import Runtime
 from stretto.saving import Saver
 from stretto.techniques import identify
+from stretto.verify import name_step
 
 
 @dataclass
@@ -73,7 +74,7 @@ def save(run: Run) -> None:
     }
     others = run.parts.techniques.dump()
     run.saver.start(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state, others, run.saves))
-    run.callbacks.after_save(run.step, run.checkpoints / f"step-{run.step:08d}")
+    run.callbacks.after_save(run.step, run.checkpoints / name_step(run.step))
 
 
 def load_latest(run: Run, before: int | None = None) -> None:

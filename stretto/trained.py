@@ -19,6 +19,7 @@ from stretto.files import read_text, refuse_links, require_empty, write_text
 from stretto.model import Model, build_model, sites
 from stretto.runtime import total_memory
 from stretto.techniques import find_changes, load_all
+from stretto.verify import name_step
 from stretto.weights import take
 
 _MOST_BYTES = 1 << 27  # of labels.json
@@ -105,7 +106,7 @@ def _find_step(checkpoints: Path, wanted: int | None) -> int:
         if best is None:
             raise CheckpointError(f"{checkpoints.parent} has no checkpoint that can be used")
         return best
-    damage = checkpoint.find_damage(checkpoints / f"step-{wanted:08d}")
+    damage = checkpoint.find_damage(checkpoints / name_step(wanted))
     if damage is not None:
         known = ", ".join(map(str, checkpoint.steps(checkpoints))) or "none"
         raise CheckpointError(f"step {wanted} of {checkpoints.parent} cannot be used ({damage}); it has: {known}")
