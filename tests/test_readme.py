@@ -114,7 +114,7 @@ def test_commands_in_documents_are_understood(path: Path) -> None:
 def test_commands_are_found_and_mistakes_are_seen() -> None:
     """The control of the test above."""
     assert len(mentioned(ROOT / "README.md")) > 8 and len(mentioned(ROOT / "docs" / "standardize.md")) > 3
-    assert ["train", "long.toml"] in mentioned(ROOT / "docs" / "sequence.md")
+    assert ["launch", "-n", "8", "train", "long.toml"] in mentioned(ROOT / "docs" / "sequence.md")
     wrong = ["trian demo", "train demo --sett a.b=1", "train demo --set train.stesp=1", "bench gpt3", "eval --step 1 x"]
     for line in wrong:
         with pytest.raises((KeyError, USAGE_ERROR, ConfigError)):

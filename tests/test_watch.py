@@ -104,7 +104,7 @@ def test_states_are_told(tmp_path: Path) -> None:
     assert "ended with code 75: stopped after step 3" in shown[0] and "left" not in shown[1]
     (run / EVENTS).unlink()
     (run / EVENTS).mkdir()
-    assert "the events cannot be read: Is a directory" in picture(run)[0]
+    assert "the events cannot be read: it is not a regular file" in picture(run)[0]
 
 
 def test_a_run_cannot_steer_the_terminal(tmp_path: Path) -> None:
