@@ -201,7 +201,8 @@ def test_processes_that_call_different_collectives(fleet: Fleet) -> None:
 def test_a_process_that_the_system_ends_says_where_it_stood(fleet: Fleet) -> None:
     """A bus error, as after a mapped file was cut off between two looks at it."""
     _, group = fleet.start("bus", faults=[("load", "bus", 0, 4)], arguments=LONG)
-    assert group.wait(BOUND_S) == [-signal.SIGBUS], group.log
+    # The dump reads the frames of threads that go on meanwhile, and may itself trip over one, after what counts.
+    assert group.wait(BOUND_S)[0] in (-signal.SIGBUS, -signal.SIGSEGV), group.log
     assert "Bus error" in group.log and "in read_batches" in group.log
 
 
