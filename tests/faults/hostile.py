@@ -683,8 +683,6 @@ def list_links(places: Places) -> Iterator[Case]:
         "labels.json",
         "data/tokenizer.json",
         f"{newest}/manifest.json",
-        f"{newest}/state.json",
-        f"{newest}/model.safetensors",
     ):
         run = copy_run(places)
         (run / name).unlink()
