@@ -30,7 +30,7 @@ def test_a_save_that_the_system_refuses(
         raise OSError(number, os.strerror(number), "a file")
 
     monkeypatch.setattr(drafts, "sync", refuse)
-    with pytest.raises(kind, match="earlier checkpoints are (whole|as they were)"):
+    with pytest.raises(kind, match=r"earlier checkpoints are (whole|as they were)"):
         train(config_of(run, steps=6), resume=True)
     monkeypatch.undo()
     assert checkpoint.find_newest(run / "checkpoints") == 4
