@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stretto.style import STYLE
+from stretto.report.style import STYLE
 
 AROUND = 31  # log lines whose median is the speed at one of them
 

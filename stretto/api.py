@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from stretto import checkpoint
+from stretto.checkpoint.verify import name_step
 from stretto.config import Config
 from stretto.data import Data
 from stretto.data.sequences import SequenceData
@@ -27,7 +28,6 @@ from stretto.report import read_events
 from stretto.runtime import choose_device, start
 from stretto.train import train as run_training
 from stretto.trained import Trained, load_trained
-from stretto.verify import name_step
 
 USES = {"causal": "generate", "translation": "translate", "images": "label"}
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from stretto.checkpoint import find_best, steps
+from stretto.checkpoint.verify import judge, name_step, read_manifest
 from stretto.config import Config, DataConfig
 from stretto.ending import EXIT, MOST_BYTES
 from stretto.errors import CheckpointError, StrettoError
 from stretto.files import read_text
 from stretto.trained import load_run_config
-from stretto.verify import judge, name_step, read_manifest
 
 
 @dataclass

@@ -126,8 +126,8 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of a run anew, or a page that compares several runs."""
-    from stretto.compare import COMPARISON, write_comparison
-    from stretto.page import write_report
+    from stretto.report.compare import COMPARISON, write_comparison
+    from stretto.report.page import write_report
     from stretto.runtime import choose_device
 
     path = write_report(runs[0], choose_device(), out) if len(runs) == 1 else None
@@ -137,7 +137,7 @@ def report(
 @app.command()
 def watch(run: Run) -> None:
     """Show in the terminal how a run goes on; Ctrl-C ends the watching, not the run."""
-    from stretto.watch import watch as follow
+    from stretto.report.watch import watch as follow
 
     follow(run)
 
@@ -221,7 +221,7 @@ def numerics(
         typer.echo(line)
     if out is not None:
         from stretto.files import write_text
-        from stretto.style import EVAL, INK, STYLE, TRAIN
+        from stretto.report.style import EVAL, INK, STYLE, TRAIN
 
         write_text(out, draw_sums(sums, STYLE, (TRAIN, EVAL, INK)))
         typer.echo(out)

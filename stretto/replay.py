@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stretto import checkpoint, runtime
 from stretto.build import build
+from stretto.checkpoint.verify import name_step
 from stretto.config import Config
 from stretto.data import Data, open_data
 from stretto.errors import CheckpointError, ConfigError, DifferenceError
@@ -27,7 +28,6 @@ from stretto.run import Run, load_latest, look_at_guard, start_from_folder
 from stretto.runtime import Runtime
 from stretto.train import complete, count_together, read_batches, take_step
 from stretto.trained import load_run_config
-from stretto.verify import name_step
 
 
 def replay(folder: Path, step: int) -> list[str]:

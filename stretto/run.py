@@ -10,6 +10,8 @@ from typing import Any
 
 from stretto import checkpoint
 from stretto.build import Trainable, find_portion
+from stretto.checkpoint.saving import Saver
+from stretto.checkpoint.verify import name_step
 from stretto.config import Config
 from stretto.convert.folder import load_weights
 from stretto.data import Data
@@ -19,9 +21,7 @@ from stretto.mesh import Mesh
 from stretto.optim import weight_writer
 from stretto.replicas import compare
 from stretto.runtime import Runtime
-from stretto.saving import Saver
 from stretto.techniques import identify
-from stretto.verify import name_step
 
 
 @dataclass

@@ -26,8 +26,8 @@ from stretto.given import Callbacks, Given
 from stretto.mesh import Mesh, build_mesh
 from stretto.notes import explain_start, find_warnings
 from stretto.optim import learning_rate, set_learning_rate
-from stretto.page import write_report
 from stretto.report import Meter, Report
+from stretto.report.page import write_report
 from stretto.run import Run, compare_replicas, load_latest, look_at_guard, save, start_from_folder
 from stretto.runtime import Runtime
 from stretto.techniques import open_techniques

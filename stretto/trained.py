@@ -12,6 +12,7 @@ from torch import nn
 
 from stretto import checkpoint
 from stretto.capacity import require_room_for_weights
+from stretto.checkpoint.verify import name_step
 from stretto.config import Config, dump_config, load_config
 from stretto.data import Tokenizer, load_tokenizer
 from stretto.errors import CheckpointError, ConfigError
@@ -19,7 +20,6 @@ from stretto.files import read_text, refuse_links, require_empty, write_text
 from stretto.model import Model, build_model, sites
 from stretto.runtime import total_memory
 from stretto.techniques import find_changes, load_all
-from stretto.verify import name_step
 from stretto.weights import take
 
 _MOST_BYTES = 1 << 27  # of labels.json

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from stretto.compare import write_comparison
 from stretto.config import Config, dump_config
-from stretto.page import write_page
 from stretto.report import EVENTS
+from stretto.report.compare import write_comparison
+from stretto.report.page import write_page
 from tests.browser import PROGRAM, Browser, start_browser
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium to look at the page with")

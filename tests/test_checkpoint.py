@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto import checkpoint, drafts, verify
-from stretto.checkpoint import Snapshot
+from stretto import checkpoint
+from stretto.checkpoint import Snapshot, drafts, verify
 from stretto.config import FusedConfig
 from stretto.errors import CheckpointError, DiskFullError, NonFiniteError
 from tests.faults.disks import Failing, flip

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.chart import MOST_POINTS
-from stretto.compare import write_comparison
 from stretto.config import Config, LayerDropConfig, dump_config
 from stretto.errors import CheckpointError
-from stretto.history import gather, reach, short, show, thin
-from stretto.page import MOST_ROWS, write_page, write_report
 from stretto.report import EVENTS
+from stretto.report.chart import MOST_POINTS
+from stretto.report.compare import write_comparison
+from stretto.report.history import gather, reach, short, show, thin
+from stretto.report.page import MOST_ROWS, write_page, write_report
 
 HOSTILE = """</pre><script>alert("x")</script><img src='http://example.com/a.png'> & $title ${nothing} \ud800"""
 
@@ -406,5 +406,5 @@ def test_numbers_for_readers() -> None:
 
 
 def test_importing_the_page_does_not_import_matplotlib() -> None:
-    code = "import sys, stretto.page; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, stretto.report.page; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

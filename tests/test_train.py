@@ -18,7 +18,8 @@ import torch
 
 import stretto.run
 import stretto.train
-from stretto import checkpoint, verify
+from stretto import checkpoint
+from stretto.checkpoint import verify
 from stretto.config import Config
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, NonFiniteError, Preempted

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from stretto.config import Config, dump_config
-from stretto.history import gather
 from stretto.report import EVENTS, Terminal
-from stretto.watch import RECENT, View, draw_curve, fit
+from stretto.report.history import gather
+from stretto.report.watch import RECENT, View, draw_curve, fit
 from tests.runs import PATIENCE_S
 
 

@@ -31,8 +31,8 @@ from stretto.bench.workloads import WORKLOADS, Workload, fit_to_device
 from stretto.config import PRESETS, Config, TechniquesConfig, build_config, dump_config, load_config
 from stretto.errors import ConfigError, StrettoError
 from stretto.files import make_folder
+from stretto.report.style import EVAL, INK, STYLE, TRAIN
 from stretto.runtime import Runtime, choose_device, describe_environment
-from stretto.style import EVAL, INK, STYLE, TRAIN
 
 LIMIT_S = 1800.0  # a contestant that takes longer is stopped
 FUSED = ("stretto", "stretto fp8", "stretto hf")

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from stretto import checkpoint, drafts
+from stretto import checkpoint
+from stretto.checkpoint import drafts
 from stretto.config import FusedConfig, OptimConfig
 from stretto.optim import clip_gradients, weight_writer
 from tests.distributed.processes import find_port

@@ -31,7 +31,8 @@ import stretto.files
 import stretto.runtime
 import stretto.train
 import stretto.trained
-from stretto import cli, evaluate, generate, page
+from stretto import cli, evaluate, generate
+from stretto.report import page
 
 # These would be imported when they are first needed; the time of that is not the input's.
 import matplotlib.font_manager  # isort: skip  # noqa: F401

@@ -21,12 +21,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from stretto import checkpoint, drafts, runtime, saving, verify
-from stretto.checkpoint import Snapshot
+from stretto import checkpoint, runtime
+from stretto.checkpoint import Snapshot, drafts, saving, verify
+from stretto.checkpoint.pieces import Rows
+from stretto.checkpoint.verify import name_step
 from stretto.config import RunConfig
 from stretto.errors import DiskFullError, StrettoError
-from stretto.pieces import Rows
-from stretto.verify import name_step
 
 OLD, NEW, BEST = 20, 30, 10
 TIMEOUT_S = 60.0
@@ -90,7 +90,7 @@ def make_states(root: Path) -> dict[str, tuple[Path, Callable[[Path], None]]]:
     shutil.copytree(damaged / name_step(OLD), damaged / name_step(NEW))
     shutil.copytree(left / name_step(BEST), left / drafts.name_draft(left, NEW, "f" * 32).name)
     shutil.copytree(left / name_step(BEST), left / f".gone-{name_step(5)}")
-    with patch("stretto.drafts.LEAST", 9):
+    with patch("stretto.checkpoint.drafts.LEAST", 9):
         for step in (12, 14):
             checkpoint.save(many, make_shot(step), keep=9)
     (damaged / name_step(NEW) / "manifest.json").write_text("{")
@@ -201,9 +201,9 @@ def kill_savers(root: Path, points: int, control: bool) -> dict[str, Any]:
 def write_in_place() -> None:
     """Takes drafts away from this process."""
     patch("stretto.checkpoint.name_draft", lambda folder, step, token: folder / name_step(step)).start()
-    patch("stretto.drafts.find_damage", lambda target: "in the way").start()
+    patch("stretto.checkpoint.drafts.find_damage", lambda target: "in the way").start()
     for function in ("_rename", "_discard"):
-        patch(f"stretto.drafts.{function}", lambda *paths: None).start()
+        patch(f"stretto.checkpoint.drafts.{function}", lambda *paths: None).start()
 
 
 def by_name(folder: Path) -> int | None:
@@ -227,9 +227,11 @@ def kill_one_of_two(root: Path, rounds: int, control: bool) -> dict[str, Any]:
     """K2. As control, the main process does not wait for the other, and nobody asks whether all rows are there."""
     newest: Callable[[Path], int | None] = checkpoint.find_newest
     if control:
-        patch("stretto.saving.Saver._wait_for_parts", lambda saver: None).start()
-        patch("stretto.saving.publish", lambda draft, state, keep, parts: drafts.publish(draft, state, keep, 1)).start()
-        patch("stretto.drafts.find_manifest_flaw", lambda manifest: None).start()
+        patch("stretto.checkpoint.saving.Saver._wait_for_parts", lambda saver: None).start()
+        patch(
+            "stretto.checkpoint.saving.publish", lambda draft, state, keep, parts: drafts.publish(draft, state, keep, 1)
+        ).start()
+        patch("stretto.checkpoint.drafts.find_manifest_flaw", lambda manifest: None).start()
         newest = by_name
     folder, _ = make_states(root / "states")["plain"]
     lines = dict.fromkeys((0, 1), 0)
@@ -279,7 +281,7 @@ def fail_one_of_two(root: Path, number: int, control: bool) -> dict[str, Any]:
     def save(rank: int, failing: int, here: Path, store: Path) -> None:
         saving.write_part = partial(write_part, failing)  # type: ignore[attr-defined]
         if control:
-            patch("stretto.saving.Saver._gather_codes", lambda saver: [0, 0]).start()
+            patch("stretto.checkpoint.saving.Saver._gather_codes", lambda saver: [0, 0]).start()
         save_together(here, store, rank, lambda: None)
 
     found = {}

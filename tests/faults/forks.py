@@ -37,9 +37,9 @@ PHASES = {
     "learn": "stretto.step.Update.learn",
     "apply": "stretto.step.Update.apply",
     "evaluate": "stretto.data.text.TextData.eval_batch",
-    "save": "stretto.saving.publish",
+    "save": "stretto.checkpoint.saving.publish",
     "event": "stretto.report.Report.event",
-    "report": "stretto.page.sample",
+    "report": "stretto.report.page.sample",
 }
 
 

@@ -24,7 +24,7 @@ import torch.distributed.fsdp
 import torch.utils.tensorboard
 
 import stretto.cli
-import stretto.page
+import stretto.report.page
 import stretto.techniques
 import stretto.train
 from tests.faults.plants import PLANTS

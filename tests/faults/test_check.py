@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.check import check_run
+from stretto.checkpoint.verify import name_step
 from stretto.cli import app
 from stretto.config import load_config
 from stretto.errors import CheckpointError
 from stretto.train import train
-from stretto.verify import name_step
 from tests.faults.configs import config_of
 from tests.faults.disks import flip
 

@@ -17,12 +17,12 @@ import torch
 
 import stretto.run
 import stretto.train
-from stretto import checkpoint, drafts, verify
-from stretto.checkpoint import Snapshot
+from stretto import checkpoint
+from stretto.checkpoint import Snapshot, drafts, verify
+from stretto.checkpoint.verify import name_step
 from stretto.config import Config
 from stretto.errors import CheckpointError, NonFiniteError, StrettoError
 from stretto.train import train
-from stretto.verify import name_step
 from tests.faults.configs import config_of
 from tests.faults.conftest import Tally
 from tests.faults.crashes import BEST, NEW, OLD, equals, make_shot, make_two, save_parts, save_whole

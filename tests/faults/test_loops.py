@@ -20,8 +20,8 @@ from stretto import checkpoint
 from stretto.ending import MOST_ATTEMPTS
 from stretto.errors import CheckpointError, DataError, RepeatedFailure
 from stretto.launch import find_first_cause, may_go_better
-from stretto.page import write_page
 from stretto.report import EVENTS, read_events
+from stretto.report.page import write_page
 from stretto.train import train
 from tests.faults.configs import config_of
 from tests.faults.conftest import Tally

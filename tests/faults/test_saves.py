@@ -20,13 +20,13 @@ import pytest
 import torch
 
 import stretto.train
-from stretto import checkpoint, drafts, files, pieces, saving
-from stretto.checkpoint import Snapshot
+from stretto import checkpoint, files
+from stretto.checkpoint import Snapshot, drafts, pieces, saving
+from stretto.checkpoint.saving import Saver
 from stretto.config import Config, FusedConfig
 from stretto.errors import CheckpointError, DiskFullError, NonFiniteError, StrettoError
 from stretto.report import read_events
 from stretto.runtime import Runtime
-from stretto.saving import Saver
 from stretto.train import train
 from tests.faults.configs import config_of
 from tests.faults.conftest import Tally

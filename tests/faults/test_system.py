@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from stretto import checkpoint, drafts
+from stretto import checkpoint
+from stretto.checkpoint import drafts
 from stretto.errors import CheckpointError, ConfigError, DiskFullError, StrettoError
 from stretto.train import train
 from tests.faults.configs import config_of

@@ -16,8 +16,8 @@ import stretto.train
 from stretto import checkpoint
 from stretto.config import dump_config
 from stretto.errors import CheckpointError
-from stretto.page import write_report
 from stretto.report import EVENTS, Report, read_events
+from stretto.report.page import write_report
 from stretto.train import train
 from tests.faults.configs import config_of
 from tests.runs import PATIENCE_S

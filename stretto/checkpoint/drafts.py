@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.checkpoint.pieces import Rows, index_tensors, merge_indices, write_tensors
+from stretto.checkpoint.verify import FORMAT, find_damage, find_manifest_flaw, judge, name_step, seal, steps
 from stretto.errors import CheckpointError, DiskFullError, NonFiniteError, tell
 from stretto.files import sync, write_text
-from stretto.pieces import Rows, index_tensors, merge_indices, write_tensors
 from stretto.runtime import FULL
-from stretto.verify import FORMAT, find_damage, find_manifest_flaw, judge, name_step, seal, steps
 
 KINDS = ("model", "optimizer", "others")  # of tensors: a file for each, the last one only where it is needed
 LEAST = 2  # verified checkpoints that stay at least

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from stretto.history import History, Place, Point, short, thin
+from stretto.report.history import History, Place, Point, short, thin
 
 COLOURS = 8
 WIDE, NARROW = 950, 300  # pixels, before page.js fits charts to the screen

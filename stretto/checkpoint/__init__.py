@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.drafts import KINDS, Snapshot, clean, name_draft, publish, write_part
+from stretto.checkpoint.drafts import KINDS, Snapshot, clean, name_draft, publish, write_part
+from stretto.checkpoint.pieces import READ_ERRORS, Index, OpenFolder, Rows, StoredTensor
+from stretto.checkpoint.verify import find_best, find_damage, find_newest, name_step, read_manifest, read_state, steps
 from stretto.errors import CheckpointError
 from stretto.optim import FlatAdamW
-from stretto.pieces import READ_ERRORS, Index, OpenFolder, Rows, StoredTensor
-from stretto.verify import find_best, find_damage, find_newest, name_step, read_manifest, read_state, steps
 from stretto.weights import Write, find_first_row, find_local, is_first_copy, put, wrap_rows
 
 __all__ = [

@@ -14,10 +14,10 @@ import threading
 import time
 from pathlib import Path
 
-from stretto.drafts import Snapshot, clean, name_draft, name_part, publish, write_part
+from stretto.checkpoint.drafts import Snapshot, clean, name_draft, name_part, publish, write_part
+from stretto.checkpoint.verify import steps
 from stretto.errors import CheckpointError, DiskFullError, PeerLostError, StrettoError, tell
 from stretto.runtime import SHARED_CAUSES, Runtime
-from stretto.verify import steps
 
 POLL_S = 0.05  # between looks for what other processes have written
 GRACE_S = 3.0  # for other processes to complete a save when the run has failed already

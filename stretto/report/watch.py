@@ -20,8 +20,8 @@ from rich.text import Text
 from stretto.config import load_config
 from stretto.ending import EXIT
 from stretto.errors import StrettoError
-from stretto.history import History, Point, clock, number, read_history, thin
 from stretto.report import EVENTS, GAP, Terminal
+from stretto.report.history import History, Point, clock, number, read_history, thin
 
 LABEL = 10  # columns left of the curve
 WIDEST, HIGHEST_CURVE, OTHER_LINES = 160, 14, 7

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from stretto.checkpoint.pieces import FILE, find_flaw
 from stretto.errors import CheckpointError, tell
 from stretto.files import open_regular, read_text
-from stretto.pieces import FILE, find_flaw
 
 FORMAT = 2
 MOST_BYTES = 2**28  # of a manifest or a state: a million tensors take about as many

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from stretto import checkpoint
-from stretto.chart import choose_charts, draw_figure, dump_charts
 from stretto.config import Config, dump_config
 from stretto.errors import CheckpointError, tell
 from stretto.files import write_text
 from stretto.generate import sample
-from stretto.history import Event, History, clock, finite, number, read_history, short, show
 from stretto.model import Decoder, build_model
 from stretto.report import COUNTS
+from stretto.report.chart import choose_charts, draw_figure, dump_charts
+from stretto.report.history import Event, History, clock, finite, number, read_history, short, show
 from stretto.trained import load_run_config, load_trained
 from stretto.version import __version__
 

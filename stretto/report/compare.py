@@ -10,10 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from stretto.chart import COLOURS
 from stretto.config import Config
-from stretto.history import History, clock, finite, reach, short, show
-from stretto.page import account_bytes, fill_page, make_section, make_table, read_run, show_date
+from stretto.report.chart import COLOURS
+from stretto.report.history import History, clock, finite, reach, short, show
+from stretto.report.page import account_bytes, fill_page, make_section, make_table, read_run, show_date
 from stretto.trained import load_run_config
 
 COMPARISON = "comparison.html"
