@@ -116,6 +116,26 @@ def test_a_language_model_trains_bit_for_bit_as_without(
     assert len(set(replays)) == micro_batches
 
 
+KEPT = {
+    "lean": {"techniques__lean": {}},
+    "inputs": {"techniques__lean": {"norms": "input", "mlp": "input", "qkv": "input"}},
+    "blocks": {"techniques__lean": {"blocks": 1}},
+    "8 bits": {"techniques__fp8": {"sites": "all"}},
+    "8 bits in blocks, lean": {"techniques__fp8": {"sites": "all", "recipe": "block128"}, "techniques__lean": {}},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_and_rounded_is_so_in_graphs_too(run: Run, replays: list[object], name: str) -> None:
+    wide = {"model__width": 128, "train__precision": "bf16"}
+    extra: dict[str, Any] = wide | {"techniques__fused": {"weights": "split"}} | KEPT[name]
+    off = run("off", **extra)
+    assert not replays
+    assert_equal(off, run("on", **extra, train__graphs="on"))
+    assert len(replays) > 40
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_autograd_hears_of_every_replayed_update_once(make_config: MakeConfig, micro_batches: int) -> None:

@@ -44,7 +44,7 @@ _linear_backward = Op("linear_backward", _compute_gradients, fake=_new_some_grad
 def linear_gradients(dout: Tensor, x: Tensor | None, weights: Sequence[Tensor]) -> list[Tensor | None]:
     """Returns dx, which needs the weights, and dweight, which needs x, in the dtype of dout; None in place of a
     gradient whose factor is None or an empty list. Several weights are one layer, whose rows they have."""
-    return fill_in(_linear_backward(dout, x, list(weights)), [bool(weights), x is not None])
+    return fill_in(_linear_backward(dout, x, list(weights)), [len(weights) > 0, x is not None])
 
 
 class _Linear(torch.autograd.Function):

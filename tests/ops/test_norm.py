@@ -194,17 +194,17 @@ def test_what_from_output_costs_in_bf16(spread: float, shift: float, bound: floa
     weight = (1 + spread * rand(1024, seed=4)).clamp(min=0.05)
     norm_bias = shift * rand(1024, seed=5)
 
-    def gradients(dtype: torch.dtype, from_output: bool, wide: torch.dtype = torch.float32) -> list[Tensor]:
-        leaves = [x.to(dtype), weight.to(wide), norm_bias.to(wide)]
-        y = norm(*(t.requires_grad_() for t in leaves), EPS, False, from_output)
-        return list(torch.autograd.grad(y, leaves, dy.to(dtype)))
+    def gradients(dtype: torch.dtype, function: Call, wide: torch.dtype = torch.float32) -> list[Tensor]:
+        leaves = [t.requires_grad_() for t in (x.to(dtype), weight.to(wide), norm_bias.to(wide))]
+        return list(torch.autograd.grad(function(*leaves), leaves, dy.to(dtype)))
 
-    exact = gradients(torch.float64, False, torch.float64)
-    before, after = (gradients(torch.bfloat16, from_output) for from_output in (False, True))
+    from_input, from_output = (partial(norm, eps=EPS, rms=False, from_output=given) for given in (False, True))
+    exact = gradients(torch.float64, lambda *args: F.layer_norm(args[0], (1024,), *args[1:], EPS), torch.float64)
+    before, after = (gradients(torch.bfloat16, way) for way in (from_input, from_output))
     assert error(after[0], exact[0]) <= min(1.05 * error(before[0], exact[0]), 1.75e-3)
     assert error(before[1], exact[1]) < 1e-6 < error(after[1], exact[1]) <= bound
     assert torch.equal(before[2], after[2])
-    assert error(gradients(torch.float32, True)[0], exact[0]) < 1e-6
+    assert error(gradients(torch.float32, from_output)[0], exact[0]) < 1e-6
 
 
 @pytest.mark.parametrize("rms", [False, True])
