@@ -116,7 +116,7 @@ def test_a_language_model_trains_bit_for_bit_as_without(
     assert len(set(replays)) == micro_batches
 
 
-KEPT = {
+KEPT: dict[str, dict[str, Any]] = {
     "lean": {"techniques__lean": {}},
     "inputs": {"techniques__lean": {"norms": "input", "mlp": "input", "qkv": "input"}},
     "blocks": {"techniques__lean": {"blocks": 1}},
