@@ -20,9 +20,10 @@ the factors. fp32 and fp64 factors are multiplied and added up in their own dtyp
 it adds to an fp32 sum of several products, which is rounded later, once.
 
 Side by side: dx and dweight do not need each other. With few tokens neither fills a GPU (512 tokens and a width of 1024
-make 32 tiles of 128 x 128, for 132 processors), so dweight is computed on a stream of its own, which begins after all
-earlier work and which all later work waits for; in a CUDA graph the two become two branches. Products of many tokens
-run one after the other.
+make 32 tiles of 128 x 128, for 132 processors), so in a CUDA graph the two become two branches: dweight is recorded on a
+stream of its own, which begins after all earlier work and which all later work waits for. Products of many tokens run
+one after the other, and so do those that the host launches: what few tokens wait for is then the host, which a second
+stream would cost more calls.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def compute_gradients(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns dx and dweight of one layer, computed side by side where there are few tokens."""
+    """Returns dx and dweight of one layer, recorded side by side where there are few tokens."""
     # Both are allocated on the current stream: the allocator gives memory of a stream to that stream only.
     dx, dweight = dout.new_empty(x.shape), dout.new_empty(weight.shape)
-    if dout.is_cuda and dout.shape[0] <= FEW:
+    if dout.is_cuda and dout.shape[0] <= FEW and torch.cuda.is_current_stream_capturing():
         here, side = torch.cuda.current_stream(dout.device), _side_stream(dout.device)
         side.wait_stream(here)
         with torch.cuda.stream(side):
