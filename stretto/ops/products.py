@@ -20,10 +20,10 @@ the factors. fp32 and fp64 factors are multiplied and added up in their own dtyp
 it adds to an fp32 sum of several products, which is rounded later, once.
 
 Side by side: dx and dweight do not need each other. With few tokens neither fills a GPU (512 tokens and a width of 1024
-make 32 tiles of 128 x 128, for 132 processors), so in a CUDA graph the two become two branches: dweight is recorded on a
-stream of its own, which begins after all earlier work and which all later work waits for. Products of many tokens run
-one after the other, and so do those that the host launches: what few tokens wait for is then the host, which a second
-stream would cost more calls.
+make 32 tiles of 128 x 128, for 132 processors), so in a CUDA graph the two become two branches: dweight is recorded on
+a stream of its own, which begins after all earlier work and which all later work waits for. Products of many tokens run
+one after the other, and so do those that the host launches: few tokens wait for the host, which a second stream costs
+more calls.
 """
 
 from __future__ import annotations
