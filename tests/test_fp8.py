@@ -115,14 +115,15 @@ def test_a_resumed_run_is_the_same_run(
     """A layer that is looked at in step 4 (of looks every 2) is planted a wrong scale, and goes back to bf16."""
     monkeypatch.setattr(fp8, "LOOK", 2)
     monkeypatch.setattr(fp8, "GROUPS", 3)
-    renew = Eight.renew
+    take_room = Eight.take_room
 
-    def plant(product: Eight, weight: torch.Tensor, *norm: Any) -> None:
-        renew(product, weight, *norm)
+    def plant(product: Eight, weight: torch.Tensor) -> Any:
         if weight.shape == (32, 128):  # the second product of an MLP
-            product.most = torch.tensor(1e-4)
+            product.bounds["x"].most.fill_(1e-4)
+            product.bounds["x"].known = True
+        return take_room(product, weight)
 
-    monkeypatch.setattr(Eight, "renew", plant)
+    monkeypatch.setattr(Eight, "take_room", plant)
     options = {"techniques__fp8": ALL, "train__eval_every": 2}
     whole = run("whole", **options, train__steps=8)
     out = capsys.readouterr().out

@@ -33,11 +33,13 @@ from stretto.ops.coded_activation import MINIMA
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import dropout
 from stretto.ops.embedding import embed
-from stretto.ops.fp8 import E4M3, E5M2, RECIPES, launch_quantize
+from stretto.ops.fp8 import Eight
 from stretto.ops.heads import project_heads, rotate_heads
 from stretto.ops.judge import FIELDS, launch_judge
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm
+from stretto.ops.round8 import E4M3, E5M2, RECIPES, Bounds, launch_quantize
+from stretto.ops.weights8 import Weights
 from stretto.optim import FlatAdamW
 
 T, C, D = 48, 64, 16
@@ -147,7 +149,14 @@ def call_quantisers() -> None:
     for recipe in RECIPES:
         for dtype in (E4M3, E5M2):
             for weight in (False, True):
-                launch_quantize(make(T, C), dtype, recipe, None, weight, emulate=False)
+                launch_quantize(make(T, C), dtype, recipe, None, weight)
+    bounds = Bounds([E4M3, E5M2], torch.device("cpu"))
+    for bound, dtype in zip(bounds.each, (E4M3, E5M2), strict=True):
+        bound.known = True
+        launch_quantize(make(T, C), dtype, "tensor", bound, False)
+    bounds.renew()
+    for matrix in (make(T, C), parameter(T, C)):
+        Weights().round([matrix], [Eight("tensor").take_room(matrix)], bounds.each[:1])
 
 
 def call_updates() -> None:
