@@ -13,8 +13,9 @@ Saved for backward: the transposed x, one byte an element, and its scales, in pl
 GPU partial sums are promoted (no fast accumulation), in all three products; on a CPU the definition below computes
 exact products of the rounded factors, in fp32. Weights are rounded once an update by `renew`, both ways.
 
-With the recipe `tensor` and bounds that are known, nothing takes a pass of its own but rounding what is there already:
-attention's output, a norm's output, a gradient of the stream.
+With the recipe `tensor` and bounds that are known, an activation writes its 8 bits itself (activation8.py), and what
+takes a pass of its own is the rounding of what is there in any case: a norm's output, attention's, a gradient of the
+stream.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.ops.activation import Activation
+from stretto.ops.activation8 import activate8, activate8_backward
 from stretto.ops.products import Kept, Product, compute_dweight, compute_dx, multiply_scaled
 from stretto.ops.round8 import E4M3, E5M2, PARTS, Bound, Narrow, most_of, new_narrow, quantize
 
@@ -80,6 +83,18 @@ class Eight(Product):
         w8, self._dtype = self._weigh(weight), dtype
         return multiply_scaled(x8.data, w8.data, x8.scale, w8.scale, self.recipe, dtype, bias, square=True)
 
+    def multiply_activated(
+        self, pre: Tensor, activation: Activation, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Kept]:
+        if not self._writes("x", pre):
+            return super().multiply_activated(pre, activation, weight, bias)
+        x8 = activate8(pre, activation, self.bounds["x"])
+        return self._multiply(x8, weight, bias, pre.dtype), (x8.data_t, x8.scale_t)
+
+    def _writes(self, name: str, x: Tensor) -> bool:
+        """Whether a factor can be written in 8 bits as it is made: with a bound, and unless it is to be measured."""
+        return self._can(x) and not self.watched and name in self.bounds and self.bounds[name].known
+
     def keep(self, x: Tensor) -> Kept:
         return self._keep(x, self._quantize("x", x)) if self._can(x) else super().keep(x)
 
@@ -103,6 +118,17 @@ class Eight(Product):
             self._measure("dout", dout, dout8)
             return *dout8, dout
         return tuple(dout8)
+
+    def take_activated(
+        self, dh: Tensor, kept: Tensor, activation: Activation, after: Product | None, want_dbias: bool
+    ) -> tuple[Kept, Kept, Tensor]:
+        next_too = after is None or (isinstance(after, Eight) and after._writes("x", dh))
+        if activation.kind == "relu" or not self._writes("dout", dh) or not next_too:
+            return super().take_activated(dh, kept, activation, after, want_dbias)
+        bound = after.bounds["x"] if isinstance(after, Eight) else None
+        dpre8, h8, dbias = activate8_backward(dh, kept, activation, self.bounds["dout"], bound, want_dbias)
+        self._dtype = dh.dtype
+        return tuple(dpre8), h8, dbias
 
     def compute_dx(self, taken: Kept, weight: Tensor) -> Tensor:
         if len(taken) == 1:

@@ -35,6 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.ops.activation import Activation, run_activate, run_activate_backward
+
 FEW = 2048  # tokens, up to which dx and dweight run side by side
 Kept = tuple[Tensor, ...]  # a factor as later products read it
 
@@ -148,6 +150,12 @@ class Product:
         """Returns x weight^T + bias, and what dweight needs of x."""
         return multiply(x, weight.to(x.dtype), bias), self.keep(x)
 
+    def multiply_activated(
+        self, pre: Tensor, activation: Activation, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Kept]:
+        """Returns the same for x = act(pre), without relu. A product of its own need not make x as it is."""
+        return self.multiply(run_activate(pre, activation), weight, bias)
+
     def keep(self, x: Tensor) -> Kept:
         """Returns what dweight needs of x, as `multiply` does."""
         return (x,)
@@ -155,6 +163,16 @@ class Product:
     def take(self, dout: Tensor) -> Kept:
         """Returns what dx and dweight need of the gradient of the layer's output."""
         return (dout,)
+
+    def take_activated(
+        self, dh: Tensor, kept: Tensor, activation: Activation, after: Product | None, want_dbias: bool
+    ) -> tuple[Kept, Kept, Tensor]:
+        """Returns the same for an output that went through an activation, given the gradient of act(output), which is a
+        temporary; `kept` is the output, or for relu act(output). Also what the product `after` it, if that is given,
+        keeps of act(output); and the gradient of the activation's bias, if it is wanted."""
+        relu = activation.kind == "relu"
+        dpre, h, dbias = run_activate_backward(dh, kept, activation, after is not None and not relu, want_dbias)
+        return self.take(dpre), () if after is None else after.keep(kept if relu else h), dbias
 
     def compute_dx(self, taken: Kept, weight: Tensor) -> Tensor:
         return compute_dx(taken[0], weight.to(taken[0].dtype))

@@ -165,10 +165,11 @@ def put(x, scale, ptr, offset, mask, LARGEST: tl.constexpr):
 
 
 @jit
-def put_both(x, scale, data_ptr, data_t_ptr, row, col, rows, cols, filled_rows, LARGEST: tl.constexpr):
-    """The same both ways, for a tile of x [rows, cols], which is zero outside; row [R, 1] and col [1, C] are int64."""
+def put_both(x, scale, data_ptr, data_t_ptr, row, col, rows, cols, width, filled_rows, LARGEST: tl.constexpr):
+    """The same both ways, for a tile of x [rows, cols], which is zero outside and may be a part of a matrix of that
+    width; row [R, 1] and col [1, C] are int64."""
     y = _narrow(x, scale, LARGEST)
-    tl.store(data_ptr + row * cols + col, y, mask=(row < rows) & (col < cols))
+    tl.store(data_ptr + row * width + col, y, mask=(row < rows) & (col < cols))
     tl.store(data_t_ptr + col * filled_rows + row, y, mask=(row < filled_rows) & (col < cols))
 
 
@@ -196,7 +197,7 @@ def _round_kernel(
     x = tl.load(x_ptr + row * x_stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
     scale = scale_of(tl.load(most_ptr), LARGEST)
     tl.store(scale_ptr, scale)  # by all programs, the same
-    put_both(x, scale, data_ptr, data_t_ptr, row, col, rows, cols, filled_rows, LARGEST)
+    put_both(x, scale, data_ptr, data_t_ptr, row, col, rows, cols, cols, filled_rows, LARGEST)
     if seen_ptr is not None:
         see(x, seen_ptr)
 

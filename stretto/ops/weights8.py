@@ -56,7 +56,7 @@ def _weights_kernel(
     scale = scale_of(tl.load(_address(entry, 4, tl.float32, 4)), 448)
     tl.store(_address(entry, 3, tl.float32, 4), scale)  # by all programs of a weight, the same
     data, data_t = _address(entry, 1, tl.float8e4nv, 16), _address(entry, 2, tl.float8e4nv, 16)
-    put_both(x, scale, data, data_t, row, col, rows, cols, rows, 448)
+    put_both(x, scale, data, data_t, row, col, rows, cols, cols, rows, 448)
     see(x, _address(entry, 5, tl.float32, 4))
 
 

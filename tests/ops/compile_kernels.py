@@ -26,7 +26,8 @@ from triton.runtime.jit import JITFunction
 triton.knobs.runtime.interpret = False
 os.environ["TRITON_INTERPRET"] = "1"  # ops then run kernels on a CPU, which Triton, imported before, does not interpret
 
-from stretto.ops.activation import KINDS, activate
+from stretto.ops.activation import GATES, KINDS, Activation, activate
+from stretto.ops.activation8 import launch_activate8, launch_activate8_backward
 from stretto.ops.affine import AXES, add_affine
 from stretto.ops.attention import attention
 from stretto.ops.coded_activation import MINIMA
@@ -155,6 +156,14 @@ def call_quantisers() -> None:
         bound.known = True
         launch_quantize(make(T, C), dtype, "tensor", bound, False)
     bounds.renew()
+    one, other = bounds.each
+    for kind in KINDS:
+        pre = make(T, 2 * C if kind in GATES else C)
+        for some in (Activation(kind, parameter(pre.shape[1]), 0.1, KEY), Activation(kind, None, 0.0, None)):
+            if kind != "relu":
+                launch_activate8(pre, some, one)
+                launch_activate8_backward(make(T, C), pre, some, other, one, some.bias is not None)
+                launch_activate8_backward(make(T, C), pre, some, other, None, some.bias is not None)
     for matrix in (make(T, C), parameter(T, C)):
         Weights().round([matrix], [Eight("tensor").take_room(matrix)], bounds.each[:1])
 
