@@ -160,19 +160,17 @@ def load_bias(bias_ptr, col, cols, HAS_BIAS: tl.constexpr):
 
 @jit
 def activate_block(
-    x_at, bias_ptr, key_ptr, row, col, cols, inside,
-    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    x_at, bias, value_bias, key_ptr, row, col, cols, inside, KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr
+):
     """Returns h of a block of elements, in fp32, given where its x are."""
-    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32) + load_bias(bias_ptr, col, cols, HAS_BIAS)
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32) + bias
     if KIND == "relu":
         h = tl.where(x <= 0, 0.0, x)  # NaN passes, as it does in torch
     else:
         s, _ = gate_of(x, KIND)
         h = x * s
     if GATED:
-        value = tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32)
-        h *= value + load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
+        h *= tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32) + value_bias
     if P > 0:
         scale: tl.constexpr = 1 / (1 - P)
         h = tl.where(survives(key_ptr, row, col, P), h * scale, 0.0)
@@ -220,7 +218,9 @@ def _activate_kernel(
     row_at = row.to(tl.int64)
     inside = (row < rows) & (col < cols)
     x_at = x_ptr + row_at * x_stride + col
-    h = activate_block(x_at, bias_ptr, key_ptr, row, col, cols, inside, KIND, GATED, P, HAS_BIAS)
+    bias = load_bias(bias_ptr, col, cols, HAS_BIAS)
+    value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS) if GATED else bias
+    h = activate_block(x_at, bias, value_bias, key_ptr, row, col, cols, inside, KIND, GATED, P)
     tl.store(h_ptr + row_at * cols + col, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 

@@ -30,12 +30,25 @@ from stretto.ops.activation import (
     load_bias,
 )
 from stretto.ops.language import cdiv, dense_rows, jit, runs_kernels, tl, wide_dtype
-from stretto.ops.round8 import E4M3, E5M2, Bound, Narrow, new_narrow, put, put_both, quantize_ref, scale_of, see
+from stretto.ops.round8 import (
+    E4M3,
+    E5M2,
+    Bound,
+    Narrow,
+    magnitude,
+    narrow_row,
+    new_narrow,
+    put_row,
+    put_words,
+    quantize_ref,
+    scale_of,
+    see,
+)
 from stretto.ops.sums import launch_sums
 
-# A tile: 256 bytes of each row of bf16, 128 of 8 bits and 64 of each transposed row; 32 elements a thread, so that
-# there are registers for the arithmetic.
-ROWS, COLS, WARPS = 64, 128, 8
+# A tile of 4 QUADS x COLS: 256 bytes of each row of bf16, 128 of 8 bits and 64 of each transposed row. Of each fourth
+# of its rows a thread has 8 elements, which leaves registers for the arithmetic, and for programs that hide waiting.
+QUADS, COLS, WARPS = 16, 128, 8
 
 
 def activate8_ref(pre: Tensor, activation: Activation, bound: Bound) -> Narrow:
@@ -54,21 +67,76 @@ def activate8_backward_ref(
 
 
 @jit
+def _round_h(
+    x_ptr, bias, value_bias, key_ptr, row, col, rows, cols, x_stride, scale, data_ptr, most,
+    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of rows of h; returns its bytes, and the larger of `most` and its magnitudes."""
+    row_at, inside = row.to(tl.int64), (row < rows) & (col < cols)
+    x_at = x_ptr + row_at * x_stride + col
+    h = activate_block(x_at, bias, value_bias, key_ptr, row, col, cols, inside, KIND, GATED, P)
+    h = tl.where(inside, h, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+    return put_row(h, scale, data_ptr, row_at * cols + col, inside, 448), tl.maximum(most, magnitude(h))
+
+
+@jit
 def _activate8_kernel(
     x_ptr, bias_ptr, key_ptr, most_ptr, seen_ptr, data_ptr, scale_ptr, data_t_ptr, rows, cols, filled_rows, x_stride,
     KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    QUADS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None]
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
-    row_at, inside = row.to(tl.int64), (row < rows) & (col < cols)
-    x_at = x_ptr + row_at * x_stride + col
-    h = activate_block(x_at, bias_ptr, key_ptr, row, col, cols, inside, KIND, GATED, P, HAS_BIAS)
-    h = tl.where(inside, h, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
-    scale = scale_of(tl.load(most_ptr), 448)
+    bias = load_bias(bias_ptr, col, cols, HAS_BIAS)
+    value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS) if GATED else bias
+    scale, none = scale_of(tl.load(most_ptr), 448), tl.zeros([QUADS, COLS], tl.int32)
     tl.store(scale_ptr, scale)  # by all programs, the same
-    put_both(h, scale, data_ptr, data_t_ptr, row_at, col.to(tl.int64), rows, cols, cols, filled_rows, 448)
-    see(h, seen_ptr)
+    a, most = _round_h(
+        x_ptr, bias, value_bias, key_ptr, 4 * quad, col, rows, cols, x_stride, scale, data_ptr, none, KIND, GATED, P
+    )
+    b, most = _round_h(
+        x_ptr, bias, value_bias, key_ptr, 4 * quad + 1, col, rows, cols, x_stride, scale, data_ptr, most, KIND, GATED, P
+    )
+    c, most = _round_h(
+        x_ptr, bias, value_bias, key_ptr, 4 * quad + 2, col, rows, cols, x_stride, scale, data_ptr, most, KIND, GATED, P
+    )
+    d, most = _round_h(
+        x_ptr, bias, value_bias, key_ptr, 4 * quad + 3, col, rows, cols, x_stride, scale, data_ptr, most, KIND, GATED, P
+    )
+    put_words(a, b, c, d, data_t_ptr, quad.to(tl.int64), col.to(tl.int64), cols, filled_rows)
+    see(most, seen_ptr)
+
+
+@jit
+def _round_dx(
+    dh_ptr, x_ptr, bias, value_bias, key_ptr, row, col, rows, cols, dh_stride, x_stride,
+    scale, h_scale, data_ptr, most, sums, value_sums,
+    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, WANT_H: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of rows of dx; returns its bytes; those of the gate's value and of h, which are the same where
+    there is none; and `most` and the sums with this tile in them."""
+    row_at, inside = row.to(tl.int64), (row < rows) & (col < cols)
+    dx, dvalue, h = differentiate_block(
+        dh_ptr + row_at * dh_stride + col, x_ptr + row_at * x_stride + col, bias, value_bias, key_ptr,
+        row, col, cols, inside, KIND, GATED, P,
+    )  # fmt: skip
+    dx = tl.where(inside, dx, 0.0)
+    sums += dx
+    dx = dx.to(x_ptr.dtype.element_ty).to(tl.float32)
+    most = tl.maximum(most, magnitude(dx))
+    data_ptr += row_at * (2 * cols if GATED else cols) + col
+    found = put_row(dx, scale, data_ptr, 0, inside, 57344)
+    value, again = found, found
+    if GATED:
+        dvalue = tl.where(inside, dvalue, 0.0)
+        value_sums += dvalue
+        dvalue = dvalue.to(x_ptr.dtype.element_ty).to(tl.float32)
+        most = tl.maximum(most, magnitude(dvalue))
+        value = put_row(dvalue, scale, data_ptr, cols, inside, 57344)
+    if WANT_H:
+        h = tl.where(inside, h, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+        again = narrow_row(h, h_scale, 448)
+    return found, value, again, most, sums, value_sums
 
 
 @jit
@@ -77,52 +145,60 @@ def _activate8_backward_kernel(
     h_most_ptr, h_t_ptr, h_scale_ptr,  # None: h is not wanted
     sums_ptr,  # [programs of a column, width], or None
     rows, cols, filled_rows, dh_stride, x_stride,
-    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr, WANT_H: tl.constexpr,
+    QUADS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None]
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
-    row_at, col_at, inside = row.to(tl.int64), col.to(tl.int64), (row < rows) & (col < cols)
+    width = 2 * cols if GATED else cols
     bias = load_bias(bias_ptr, col, cols, HAS_BIAS)
     value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS) if GATED else bias
-    dx, dvalue, h = differentiate_block(
-        dh_ptr + row_at * dh_stride + col, x_ptr + row_at * x_stride + col, bias, value_bias, key_ptr,
-        row, col, cols, inside, KIND, GATED, P,
-    )  # fmt: skip
     scale = scale_of(tl.load(most_ptr), 57344)
+    h_scale = scale
     tl.store(scale_ptr, scale)
-    width = 2 * cols if GATED else cols
-    dx = tl.where(inside, dx, 0.0)
-    if sums_ptr is not None:
-        sums_ptr += tl.program_id(0).to(tl.int64) * width
-        tl.store(sums_ptr + col, tl.sum(dx, 0, keep_dims=True), mask=col < cols)
-    dx = dx.to(x_ptr.dtype.element_ty).to(tl.float32)
-    put_both(dx, scale, data_ptr, data_t_ptr, row_at, col_at, rows, cols, width, filled_rows, 57344)
-    see(dx, seen_ptr)
-    if GATED:
-        dvalue = tl.where(inside, dvalue, 0.0)
-        if sums_ptr is not None:
-            tl.store(sums_ptr + cols + col, tl.sum(dvalue, 0, keep_dims=True), mask=col < cols)
-        dvalue = dvalue.to(x_ptr.dtype.element_ty).to(tl.float32)
-        data_ptr, data_t_ptr = data_ptr + cols, data_t_ptr + filled_rows.to(tl.int64) * cols
-        put_both(dvalue, scale, data_ptr, data_t_ptr, row_at, col_at, rows, cols, width, filled_rows, 57344)
-        see(dvalue, seen_ptr)
-    if h_t_ptr is not None:
-        h = tl.where(inside, h, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+    if WANT_H:
         h_scale = scale_of(tl.load(h_most_ptr), 448)
         tl.store(h_scale_ptr, h_scale)
-        put(h, h_scale, h_t_ptr, col_at * filled_rows + row_at, (row < filled_rows) & (col < cols), 448)
+    none, zeros = tl.zeros([QUADS, COLS], tl.int32), tl.zeros([QUADS, COLS], tl.float32)
+    a, value_a, h_a, most, sums, value_sums = _round_dx(
+        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad, col, rows, cols, dh_stride, x_stride,
+        scale, h_scale, data_ptr, none, zeros, zeros, KIND, GATED, P, WANT_H,
+    )  # fmt: skip
+    b, value_b, h_b, most, sums, value_sums = _round_dx(
+        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 1, col, rows, cols, dh_stride, x_stride,
+        scale, h_scale, data_ptr, most, sums, value_sums, KIND, GATED, P, WANT_H,
+    )  # fmt: skip
+    c, value_c, h_c, most, sums, value_sums = _round_dx(
+        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 2, col, rows, cols, dh_stride, x_stride,
+        scale, h_scale, data_ptr, most, sums, value_sums, KIND, GATED, P, WANT_H,
+    )  # fmt: skip
+    d, value_d, h_d, most, sums, value_sums = _round_dx(
+        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 3, col, rows, cols, dh_stride, x_stride,
+        scale, h_scale, data_ptr, most, sums, value_sums, KIND, GATED, P, WANT_H,
+    )  # fmt: skip
+    quad_at, col_at = quad.to(tl.int64), col.to(tl.int64)
+    put_words(a, b, c, d, data_t_ptr, quad_at, col_at, cols, filled_rows)
+    if GATED:
+        put_words(value_a, value_b, value_c, value_d, data_t_ptr, quad_at, col_at + cols, width, filled_rows)
+    if WANT_H:
+        put_words(h_a, h_b, h_c, h_d, h_t_ptr, quad_at, col_at, cols, filled_rows)
+    if sums_ptr is not None:
+        sums_at = sums_ptr + tl.program_id(0).to(tl.int64) * width + col
+        tl.store(sums_at, tl.sum(sums, 0, keep_dims=True), mask=col < cols)
+        if GATED:
+            tl.store(sums_at + cols, tl.sum(value_sums, 0, keep_dims=True), mask=col < cols)
+    see(most, seen_ptr)
 
 
 def launch_activate8(pre: Tensor, activation: Activation, bound: Bound) -> Narrow:
     pre, (kind, bias, p, key) = dense_rows(pre), activation
     rows, cols = pre.shape[0], pre.shape[1] // 2 if kind in GATES else pre.shape[1]
     out = new_narrow(pre, (rows, cols), E4M3, "tensor")
-    _activate8_kernel[(cdiv(rows, ROWS), cdiv(cols, COLS))](
+    _activate8_kernel[(cdiv(rows, 4 * QUADS), cdiv(cols, COLS))](
         pre, pre if bias is None else bias, pre if key is None else key, bound.most, bound.seen,
-        out.data, out.scale, out.data_t, rows, cols, out.data_t.shape[1], pre.stride(0),
+        out.data, out.scale, out.data_t.view(torch.int32), rows, cols, out.data_t.shape[1], pre.stride(0),
         KIND=GATES.get(kind, kind), GATED=kind in GATES, P=0.0 if key is None else p, HAS_BIAS=bias is not None,
-        ROWS=ROWS, COLS=COLS, num_warps=WARPS,
+        QUADS=QUADS, COLS=COLS, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -137,15 +213,15 @@ def launch_activate8_backward(
     h8: tuple[Tensor, ...] = ()
     if h_bound is not None:
         h8 = pre.new_empty(cols, filled_rows, dtype=E4M3), pre.new_empty(1, 1, dtype=torch.float32)
-    partial = pre.new_empty(cdiv(rows, ROWS), 1, width, dtype=torch.float32) if want_dbias else None
+    partial = pre.new_empty(cdiv(rows, 4 * QUADS), 1, width, dtype=torch.float32) if want_dbias else None
     dbias = pre.new_empty(width if want_dbias else 0, dtype=wide if bias is None else bias.dtype)
-    _activate8_backward_kernel[(cdiv(rows, ROWS), cdiv(cols, COLS))](
+    _activate8_backward_kernel[(cdiv(rows, 4 * QUADS), cdiv(cols, COLS))](
         dh, pre, pre if bias is None else bias, pre if key is None else key,
-        bound.most, bound.seen, out.data, out.scale, out.data_t,
-        None if h_bound is None else h_bound.most, *(h8 or (None, None)), partial,
+        bound.most, bound.seen, out.data, out.scale, out.data_t.view(torch.int32),
+        None if h_bound is None else h_bound.most, *((h8[0].view(torch.int32), h8[1]) if h8 else (None, None)), partial,
         rows, cols, filled_rows, dh.stride(0), pre.stride(0),
         KIND=GATES.get(kind, kind), GATED=kind in GATES, P=0.0 if key is None else p, HAS_BIAS=bias is not None,
-        ROWS=ROWS, COLS=COLS, num_warps=WARPS,
+        WANT_H=h_bound is not None, QUADS=QUADS, COLS=COLS, num_warps=WARPS,
     )  # fmt: skip
     if partial is not None:
         launch_sums(partial, [dbias])

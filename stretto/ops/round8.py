@@ -48,9 +48,9 @@ RECIPES = ("tensor", "row", "block128")
 BLOCK = 128
 SPACE = 4  # numbers from one bound to the next: kernels are compiled for addresses that are multiples of 16 bytes
 PARTS = {"tensor": 16, "row": 16, "block128": BLOCK}  # what dims of a product have to be multiples of
-# Rows and columns of a tile, and warps, of kernels that write both ways: 128 bytes of each row of both results, and of
-# 64 elements a thread all loads are on their way at once.
-TILE_ROWS, TILE_COLS, TILE_WARPS = 128, 128, 8
+# Fours of rows and columns of a tile, and warps, of kernels that write both ways: 128 bytes of each row of both
+# results, and the loads of 64 elements a thread may be on their way at once.
+QUADS, COLS, WARPS = 32, 128, 8
 # Kernels round before they cast: Triton's interpreter (3.6 and 3.7) loses a carry into the exponent when it casts to
 # 8 bits, but casts numbers of the format as they are, other than NaN.
 EMULATE = tl.constexpr(triton.knobs.runtime.interpret) if tl else None
@@ -141,11 +141,11 @@ def _round_first(y, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 @jit
 def _narrow(x, scale, LARGEST: tl.constexpr):
     y = x * (1.0 / scale)
-    y = tl.where(y > LARGEST, LARGEST, y)  # NaN stays
-    y = tl.where(y < -LARGEST, -LARGEST, y)
     y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
     FORMAT: tl.constexpr = tl.float8e4nv if LARGEST == 448 else tl.float8e5
-    if EMULATE:
+    if EMULATE:  # a GPU's cast clamps by itself
+        y = tl.where(y > LARGEST, LARGEST, y)  # NaN stays
+        y = tl.where(y < -LARGEST, -LARGEST, y)
         y = _round_first(y, 3, -6) if LARGEST == 448 else _round_first(y, 2, -14)
         bits = tl.where(y == y, y.to(FORMAT).to(tl.uint8, bitcast=True), 0x7F)
         return bits.to(tl.uint8).to(FORMAT, bitcast=True)
@@ -165,20 +165,56 @@ def put(x, scale, ptr, offset, mask, LARGEST: tl.constexpr):
 
 
 @jit
-def put_both(x, scale, data_ptr, data_t_ptr, row, col, rows, cols, width, filled_rows, LARGEST: tl.constexpr):
-    """The same both ways, for a tile of x [rows, cols], which is zero outside and may be a part of a matrix of that
-    width; row [R, 1] and col [1, C] are int64."""
+def put_row(x, scale, data_ptr, offset, mask, LARGEST: tl.constexpr):
+    """Writes a tile, and returns its bytes."""
     y = _narrow(x, scale, LARGEST)
-    tl.store(data_ptr + row * width + col, y, mask=(row < rows) & (col < cols))
-    tl.store(data_t_ptr + col * filled_rows + row, y, mask=(row < filled_rows) & (col < cols))
+    tl.store(data_ptr + offset, y, mask=mask)
+    return y.to(tl.uint8, bitcast=True)
 
 
 @jit
-def see(x, seen_ptr):
-    """Makes `seen` the largest magnitude in the tile x, if it is less; infinite if there is a NaN. Magnitudes are in
-    the order of their bits as integers, with NaN above all."""
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(seen_ptr, tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True), sem="relaxed")
+def narrow_row(x, scale, LARGEST: tl.constexpr):
+    """Returns the bytes of a tile that is written in no other way."""
+    return _narrow(x, scale, LARGEST).to(tl.uint8, bitcast=True)
+
+
+@jit
+def put_words(a, b, c, d, data_t_ptr, quad, col, cols, filled_rows):
+    """Writes the transposed tile, to an int32 view of the matrix, given the bytes [Q, C] of the rows 4 quad, 4 quad +
+    1, + 2 and + 3; quad [Q, 1] and col [1, C] are int64. Four rows of a column lie side by side in the transposed
+    matrix: as a word they cross from thread to thread at the price of a byte. `filled_rows` is a multiple of 16."""
+    if EMULATE:
+        words = a.to(tl.int32) | b.to(tl.int32) << 8 | c.to(tl.int32) << 16 | d.to(tl.int32) << 24
+    else:  # four columns at a time: 4 x 4 bytes are transposed in 8 instructions
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 s, t, u, v;
+            prmt.b32 s, $4, $5, 0x5140;
+            prmt.b32 t, $6, $7, 0x5140;
+            prmt.b32 u, $4, $5, 0x7362;
+            prmt.b32 v, $6, $7, 0x7362;
+            prmt.b32 $0, s, t, 0x5410;
+            prmt.b32 $1, s, t, 0x7632;
+            prmt.b32 $2, u, v, 0x5410;
+            prmt.b32 $3, u, v, 0x7632;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+    quads = filled_rows // 16 * 4  # tells the compiler that it is a multiple of 4: words are stored by fours
+    tl.store(data_t_ptr + col * quads + quad, words, mask=(quad < quads) & (col < cols))
+
+
+@jit
+def magnitude(x):
+    """The bits of |x| as integers, whose order is that of the magnitudes, with NaN above all."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def see(magnitudes, seen_ptr):
+    """Makes `seen` the largest of a tile's magnitudes, if it is less; infinite if there is a NaN."""
+    most = tl.minimum(tl.max(magnitudes), 0x7F800000)
+    tl.atomic_max(seen_ptr, most.to(tl.float32, bitcast=True), sem="relaxed")
 
 
 @jit
@@ -187,19 +223,44 @@ def _most_of(x, AXIS: tl.constexpr):
 
 
 @jit
+def round_row(x_ptr, row, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST: tl.constexpr):
+    """Rounds a tile of rows of x; returns its bytes, and the larger of `most` and its magnitudes."""
+    inside = (row < rows) & (col < cols)
+    x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+    return put_row(x, scale, data_ptr, row * cols + col, inside, LARGEST), tl.maximum(most, magnitude(x))
+
+
+@jit
+def round_tile(
+    x_ptr, tile_row, tile_col, rows, cols, filled_rows, x_stride, scale, data_ptr, data_t_ptr,
+    LARGEST: tl.constexpr, QUADS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Rounds a tile of 4 QUADS x COLS both ways, and returns magnitudes, the largest of which is that of the tile."""
+    quad = (tile_row * QUADS + tl.arange(0, QUADS)).to(tl.int64)[:, None]
+    col = (tile_col * COLS + tl.arange(0, COLS)).to(tl.int64)[None, :]
+    none = tl.zeros([QUADS, COLS], tl.int32)
+    a, most = round_row(x_ptr, 4 * quad, col, rows, cols, x_stride, scale, data_ptr, none, LARGEST)
+    b, most = round_row(x_ptr, 4 * quad + 1, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
+    c, most = round_row(x_ptr, 4 * quad + 2, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
+    d, most = round_row(x_ptr, 4 * quad + 3, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
+    put_words(a, b, c, d, data_t_ptr, quad, col, cols, filled_rows)
+    return most
+
+
+@jit
 def _round_kernel(
     x_ptr, most_ptr, seen_ptr, data_ptr, scale_ptr, data_t_ptr, rows, cols, filled_rows, x_stride,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    LARGEST: tl.constexpr, QUADS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Recipe `tensor`: a program has one tile. `seen` is None where the maximum was taken before."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    col = (tl.program_id(1) * COLS + tl.arange(0, COLS)).to(tl.int64)[None, :]
-    x = tl.load(x_ptr + row * x_stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
     scale = scale_of(tl.load(most_ptr), LARGEST)
     tl.store(scale_ptr, scale)  # by all programs, the same
-    put_both(x, scale, data_ptr, data_t_ptr, row, col, rows, cols, cols, filled_rows, LARGEST)
+    most = round_tile(
+        x_ptr, tl.program_id(0), tl.program_id(1), rows, cols, filled_rows, x_stride, scale, data_ptr, data_t_ptr,
+        LARGEST, QUADS, COLS,
+    )  # fmt: skip
     if seen_ptr is not None:
-        see(x, seen_ptr)
+        see(most, seen_ptr)
 
 
 @jit
@@ -259,9 +320,9 @@ def launch_quantize(
     sizes = (*x.shape, out.data_t.shape[1], x.stride(0))
     if recipe == "tensor":
         most, seen = (bound.most, bound.seen) if bound is not None and bound.known else (find_most(x, bound), None)
-        _round_kernel[(cdiv(len(x), TILE_ROWS), cdiv(x.shape[1], TILE_COLS))](
-            x, most, seen, out.data, out.scale, out.data_t, *sizes,
-            LARGEST=torch.finfo(dtype).max, ROWS=TILE_ROWS, COLS=TILE_COLS, num_warps=TILE_WARPS,
+        _round_kernel[(cdiv(len(x), 4 * QUADS), cdiv(x.shape[1], COLS))](
+            x, most, seen, out.data, out.scale, out.data_t.view(torch.int32), *sizes,
+            LARGEST=torch.finfo(dtype).max, QUADS=QUADS, COLS=COLS, num_warps=WARPS,
         )  # fmt: skip
         return out
     maxima = (most_of(x, 1), most_of(x, 0)) if recipe == "row" else (None, None)

@@ -20,15 +20,15 @@ from torch import Tensor
 from stretto.ops.adamw import upload
 from stretto.ops.language import cdiv, jit, runs_kernels, tl
 from stretto.ops.round8 import (
+    COLS,
     E4M3,
-    TILE_COLS,
-    TILE_ROWS,
-    TILE_WARPS,
+    QUADS,
+    WARPS,
     Bound,
     Narrow,
     most_of,
-    put_both,
     quantize,
+    round_tile,
     scale_of,
     see,
 )
@@ -44,20 +44,18 @@ def _address(row, column: tl.constexpr, TYPE: tl.constexpr, UNIT: tl.constexpr):
 @jit
 def _weights_kernel(
     table_ptr, tiles_ptr, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    COLUMNS: tl.constexpr, QUADS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles_ptr + 3 * tl.program_id(0)
     entry = table_ptr + COLUMNS * tl.load(tile).to(tl.int64)
     rows, cols = tl.load(entry + 6) // 16 * 16, tl.load(entry + 7) // 16 * 16  # tells the compiler that they are such
-    row = (tl.load(tile + 1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    col = (tl.load(tile + 2) * COLS + tl.arange(0, COLS)).to(tl.int64)[None, :]
-    weight = _address(entry, 0, WEIGHT, UNIT)
-    x = tl.load(weight + row * cols + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
     scale = scale_of(tl.load(_address(entry, 4, tl.float32, 4)), 448)
     tl.store(_address(entry, 3, tl.float32, 4), scale)  # by all programs of a weight, the same
-    data, data_t = _address(entry, 1, tl.float8e4nv, 16), _address(entry, 2, tl.float8e4nv, 16)
-    put_both(x, scale, data, data_t, row, col, rows, cols, cols, rows, 448)
-    see(x, _address(entry, 5, tl.float32, 4))
+    most = round_tile(
+        _address(entry, 0, WEIGHT, UNIT), tl.load(tile + 1), tl.load(tile + 2), rows, cols, rows, cols, scale,
+        _address(entry, 1, tl.float8e4nv, 16), _address(entry, 2, tl.int32, 16), 448, QUADS, COLS,
+    )  # fmt: skip
+    see(most, _address(entry, 5, tl.float32, 4))
 
 
 class Weights:
@@ -98,7 +96,7 @@ class _Table:
         device = places[0][0].device
         if rows != self._rows:
             self._rows = rows
-            shapes = [(cdiv(row[-2], TILE_ROWS), cdiv(row[-1], TILE_COLS)) for row in rows]
+            shapes = [(cdiv(row[-2], 4 * QUADS), cdiv(row[-1], COLS)) for row in rows]
             tiles = [[i, j, k] for i, (high, wide) in enumerate(shapes) for k in range(wide) for j in range(high)]
             self._table = torch.empty(len(rows), COLUMNS, dtype=torch.int64, device=device)
             self._tiles = torch.empty(len(tiles), 3, dtype=torch.int32, device=device)
@@ -106,7 +104,7 @@ class _Table:
             upload(torch.tensor(tiles, dtype=torch.int32, device="cpu"), self._tiles)
         _weights_kernel[(len(self._tiles),)](
             self._table, self._tiles, WEIGHT=_TYPES[dtype], UNIT=16 if all(row[0] % 16 == 0 for row in rows) else 1,
-            COLUMNS=COLUMNS, ROWS=TILE_ROWS, COLS=TILE_COLS, num_warps=TILE_WARPS,
+            COLUMNS=COLUMNS, QUADS=QUADS, COLS=COLS, num_warps=WARPS,
         )  # fmt: skip
 
 
