@@ -74,6 +74,7 @@ class Fp8(Technique):
         self.products: dict[str, Eight] = {}  # of layers, by their names
         self.bounds: Bounds | None = None  # of the FACTORS of each layer, for the recipe `tensor`
         self.weights = Weights()
+        self.share: float | None = None  # of a micro-batch in the loss, which gradients are in proportion to
         self.over: dict[str, float] = {}  # what was seen over its bound at the most, by factor, since the last metrics
         self.watched: list[str] = []
         self.seen: dict[str, float] = {}  # the most that was measured since the last metrics
@@ -160,7 +161,11 @@ class Fp8(Technique):
         live = {name: product for name, product in self.products.items() if product.on}
         found = ((product, self._find_weight(name)) for name, product in live.items())
         here = [(product, weight) for product, weight in found if not isinstance(weight, DTensor)]
-        if self._open_bounds() is not None:
+        if (all_bounds := self._open_bounds()) is not None:
+            if self.share not in (None, share):  # another number of processes, say
+                factors = [share / self.share if factor == "dout" else 1.0 for factor in FACTORS] * len(self.products)
+                all_bounds.set([most * factor for most, factor in zip(all_bounds.get(), factors, strict=True)])
+            self.share = share
             rooms, bounds = [p.take_room(w) for p, w in here], [p.bounds["weight"] for p, _ in here]
             self.weights.round([weight for _, weight in here], rooms, bounds)
         else:
@@ -244,7 +249,7 @@ class Fp8(Technique):
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        bounds = {} if self.bounds is None else {"bounds": self.bounds.get()}
+        bounds = {} if self.bounds is None else {"bounds": self.bounds.get(), "share": self.share}
         return {"layers": list(self.products), "lost": self.find_lost()} | bounds
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -257,6 +262,7 @@ class Fp8(Technique):
             self.products[name].on = False
         if "bounds" in state and (bounds := self._open_bounds()) is not None:
             bounds.set(state["bounds"])
+            self.share = state["share"]
 
     def describe(self) -> str:
         if self.products:
