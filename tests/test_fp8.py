@@ -182,7 +182,7 @@ def test_bounds_are_those_of_all_micro_batches(run: Callable[..., Path]) -> None
     options = {"techniques__fp8": ALL, "model__dropout": 0.0, "train__steps": 2}
     one, two = (run(str(n), **options, train__micro_batches=n, data__batch_size=8 // n) for n in (1, 2))
     for a, b in zip(bounds_of(one, 2), bounds_of(two, 2), strict=True):
-        assert a > 0 and abs(a - b) < 0.05 * a
+        assert a > 0 and abs(a - b) < 0.15 * a
 
 
 def test_a_cancelled_update_leaves_bounds(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
