@@ -103,7 +103,7 @@ def _activate8_kernel(
     d, most = _round_h(
         x_ptr, bias, value_bias, key_ptr, 4 * quad + 3, col, rows, cols, x_stride, scale, data_ptr, most, KIND, GATED, P
     )
-    put_words(a, b, c, d, data_t_ptr, quad.to(tl.int64), col.to(tl.int64), cols, filled_rows)
+    put_words(a, b, c, d, data_t_ptr, quad.to(tl.int64), col.to(tl.int64), col < cols, filled_rows)
     see(most, seen_ptr)
 
 
@@ -177,11 +177,11 @@ def _activate8_backward_kernel(
         scale, h_scale, data_ptr, most, sums, value_sums, KIND, GATED, P, WANT_H,
     )  # fmt: skip
     quad_at, col_at = quad.to(tl.int64), col.to(tl.int64)
-    put_words(a, b, c, d, data_t_ptr, quad_at, col_at, cols, filled_rows)
+    put_words(a, b, c, d, data_t_ptr, quad_at, col_at, col < cols, filled_rows)
     if GATED:
-        put_words(value_a, value_b, value_c, value_d, data_t_ptr, quad_at, col_at + cols, width, filled_rows)
+        put_words(value_a, value_b, value_c, value_d, data_t_ptr, quad_at, col_at + cols, col < cols, filled_rows)
     if WANT_H:
-        put_words(h_a, h_b, h_c, h_d, h_t_ptr, quad_at, col_at, cols, filled_rows)
+        put_words(h_a, h_b, h_c, h_d, h_t_ptr, quad_at, col_at, col < cols, filled_rows)
     if sums_ptr is not None:
         sums_at = sums_ptr + tl.program_id(0).to(tl.int64) * width + col
         tl.store(sums_at, tl.sum(sums, 0, keep_dims=True), mask=col < cols)

@@ -13,14 +13,14 @@ Saved for backward: the transposed x, one byte an element, and its scales, in pl
 GPU partial sums are promoted (no fast accumulation), in all three products; on a CPU the definition below computes
 exact products of the rounded factors, in fp32. Weights are rounded once an update by `renew`, both ways.
 
-With the recipe `tensor` and bounds that are known, an activation writes its 8 bits itself (activation8.py), and what
-takes a pass of its own is the rounding of what is there in any case: a norm's output, attention's, a gradient of the
-stream.
+With the recipe `tensor` and bounds that are known, activations (activation8.py) and the backward pass of heads
+(heads8.py) write 8 bits themselves. What takes a pass of its own is the rounding of what is there in any case: a norm's
+output, attention's, a gradient of the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from stretto.ops.activation import Activation
 from stretto.ops.activation8 import activate8, activate8_backward
+from stretto.ops.heads8 import merge_heads8
 from stretto.ops.products import Kept, Product, compute_dweight, compute_dx, multiply_scaled
 from stretto.ops.round8 import E4M3, E5M2, PARTS, Bound, Narrow, most_of, new_narrow, quantize
 
@@ -118,6 +119,15 @@ class Eight(Product):
             self._measure("dout", dout, dout8)
             return *dout8, dout
         return tuple(dout8)
+
+    def take_merged(
+        self, parts: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
+    ) -> tuple[Kept, Tensor] | None:
+        if not self._writes("dout", parts[0]) or parts[0].shape[2] % 2:
+            return None
+        self._dtype = parts[0].dtype
+        dout8, total = merge_heads8(parts, cos, sin, sums, self.bounds["dout"])
+        return tuple(dout8), total
 
     def take_activated(
         self, dh: Tensor, kept: Tensor, activation: Activation, after: Product | None, want_dbias: bool

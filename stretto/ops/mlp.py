@@ -191,7 +191,7 @@ class _MlpBy(torch.autograd.Function):
         )
         ddown_weight = down.compute_dweight(taken, tuple(kept_h) or again)
         del taken, kept_h, again, pre, kept
-        dx, dup_weight = up.compute_dx(taken_pre, up_weight), up.compute_dweight(taken_pre, kept_x)
+        dx, dup_weight = up.compute_taken(taken_pre, kept_x, up_weight)
         ddown_bias = dout.sum(0, dtype=wide_dtype(dout.dtype)) if ctx.needs_input_grad[4] else None
         found = zip((dx, dup_weight, dup_bias, ddown_weight, ddown_bias), ctx.dtypes, strict=True)
         return *(None if g is None or dtype is None else g.to(dtype) for g, dtype in found), *[None] * 6

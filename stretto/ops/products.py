@@ -164,6 +164,13 @@ class Product:
         """Returns what dx and dweight need of the gradient of the layer's output."""
         return (dout,)
 
+    def take_merged(
+        self, parts: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
+    ) -> tuple[Kept, Tensor] | None:
+        """Returns the same for an output that was split into heads, given the gradients of its parts, and the sums for
+        its bias: arguments and sums are those of heads.py. None: the caller has to merge them."""
+        return None
+
     def take_activated(
         self, dh: Tensor, kept: Tensor, activation: Activation, after: Product | None, want_dbias: bool
     ) -> tuple[Kept, Kept, Tensor]:
@@ -184,7 +191,12 @@ class Product:
         self, dout: Tensor, kept: Kept | None, weight: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns dx, which needs the weight, and dweight, which needs what was kept of x."""
-        taken = self.take(dout)
+        return self.compute_taken(self.take(dout), kept, weight)
+
+    def compute_taken(
+        self, taken: Kept, kept: Kept | None, weight: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the same for a gradient that was taken."""
         dx = None if weight is None else self.compute_dx(taken, weight)
         return dx, None if kept is None else self.compute_dweight(taken, kept)
 

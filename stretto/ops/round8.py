@@ -179,10 +179,11 @@ def narrow_row(x, scale, LARGEST: tl.constexpr):
 
 
 @jit
-def put_words(a, b, c, d, data_t_ptr, quad, col, cols, filled_rows):
+def put_words(a, b, c, d, data_t_ptr, quad, col, exists, filled_rows):
     """Writes the transposed tile, to an int32 view of the matrix, given the bytes [Q, C] of the rows 4 quad, 4 quad +
-    1, + 2 and + 3; quad [Q, 1] and col [1, C] are int64. Four rows of a column lie side by side in the transposed
-    matrix: as a word they cross from thread to thread at the price of a byte. `filled_rows` is a multiple of 16."""
+    1, + 2 and + 3; quad [Q, 1] and col [1, C] are int64, and `exists` masks columns. Four rows of a column lie side by
+    side in the transposed matrix: as a word they cross from thread to thread at the price of a byte. `filled_rows` is a
+    multiple of 16."""
     if EMULATE:
         words = a.to(tl.int32) | b.to(tl.int32) << 8 | c.to(tl.int32) << 16 | d.to(tl.int32) << 24
     else:  # four columns at a time: 4 x 4 bytes are transposed in 8 instructions
@@ -201,7 +202,7 @@ def put_words(a, b, c, d, data_t_ptr, quad, col, cols, filled_rows):
             "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=4,
         )  # fmt: skip
     quads = filled_rows // 16 * 4  # tells the compiler that it is a multiple of 4: words are stored by fours
-    tl.store(data_t_ptr + col * quads + quad, words, mask=(quad < quads) & (col < cols))
+    tl.store(data_t_ptr + col * quads + quad, words, mask=(quad < quads) & exists)
 
 
 @jit
@@ -243,7 +244,7 @@ def round_tile(
     b, most = round_row(x_ptr, 4 * quad + 1, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
     c, most = round_row(x_ptr, 4 * quad + 2, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
     d, most = round_row(x_ptr, 4 * quad + 3, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
-    put_words(a, b, c, d, data_t_ptr, quad, col, cols, filled_rows)
+    put_words(a, b, c, d, data_t_ptr, quad, col, col < cols, filled_rows)
     return most
 
 

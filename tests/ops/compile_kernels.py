@@ -36,6 +36,7 @@ from stretto.ops.dropout import dropout
 from stretto.ops.embedding import embed
 from stretto.ops.fp8 import Eight
 from stretto.ops.heads import project_heads, rotate_heads
+from stretto.ops.heads8 import launch_merge_heads8
 from stretto.ops.judge import FIELDS, launch_judge
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm
@@ -157,6 +158,9 @@ def call_quantisers() -> None:
         launch_quantize(make(T, C), dtype, "tensor", bound, False)
     bounds.renew()
     one, other = bounds.each
+    angles, parts = torch.zeros(T, D // 2), [make(T, C // D, D)] * 3
+    for sums, positions in ((torch.float32, (None, None)), (None, (angles, angles))):
+        launch_merge_heads8(parts, *positions, sums, other)
     for kind in KINDS:
         pre = make(T, 2 * C if kind in GATES else C)
         for some in (Activation(kind, parameter(pre.shape[1]), 0.1, KEY), Activation(kind, None, 0.0, None)):
