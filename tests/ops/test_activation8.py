@@ -8,11 +8,11 @@ from torch import Tensor
 
 from stretto.ops.activation import GATES, KINDS, Activation, run_activate, run_activate_backward
 from stretto.ops.activation8 import activate8, activate8_backward
-from stretto.ops.fp8 import FACTORS, Eight
+from stretto.ops.fp8 import Eight
 from stretto.ops.mlp import mlp
-from stretto.ops.round8 import E4M3, E5M2, Bound, quantize
+from stretto.ops.round8 import E4M3, E5M2, quantize
 from tests.ops.checks import poisoned_memory, rand, strided
-from tests.ops.test_fp8 import HAS_PRODUCTS, bound_of
+from tests.ops.narrow import HAS_PRODUCTS, bound_of, bounds_of, same
 
 pytestmark = pytest.mark.skipif(not HAS_PRODUCTS, reason="needs a GPU with 8-bit products")
 SMOOTH = [kind for kind in KINDS if kind != "relu"]
@@ -26,13 +26,6 @@ def make(kind: str, bias: bool, p: float, dtype: torch.dtype, rows: int = 77) ->
     key = torch.tensor([5, 7], device=rand(1).device)
     pre, dh = strided(rand(rows, width, dtype=dtype)), strided(rand(rows, cols, dtype=dtype, seed=1, scale=1e-4))
     return pre, dh, Activation(kind, rand(width, seed=2) if bias else None, p, key if p else None)
-
-
-def same(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> bool:
-    return len(found) == len(exact) and all(
-        one.dtype == other.dtype and torch.equal(one.float(), other.float())
-        for one, other in zip(found, exact, strict=True)
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,10 +68,6 @@ def test_what_is_not_finite_is_seen(kind: str, wrong: float) -> None:
         found, _, sums = activate8_backward(*args, activation, bound, bound_of(8.0), True)
         assert found.data.float().isnan().any() and found.data_t.float().isnan().any()
         assert not bound.seen.isfinite() and not sums.isfinite().all()
-
-
-def bounds_of(values: dict[str, float]) -> dict[str, Bound]:
-    return {factor: bound_of(values[factor]) for factor in FACTORS}
 
 
 @pytest.mark.parametrize("keep", ["activation", "product", "input"])

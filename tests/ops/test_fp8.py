@@ -19,7 +19,6 @@ from stretto.ops.round8 import (
     E5M2,
     MARGIN,
     RECIPES,
-    Bound,
     Bounds,
     Narrow,
     launch_quantize,
@@ -31,8 +30,8 @@ from stretto.ops.round8 import (
 )
 from stretto.ops.weights8 import Weights
 from tests.ops.checks import DEVICE, RUNS_KERNELS, rand
+from tests.ops.narrow import HAS_PRODUCTS, bound_of, same
 
-HAS_PRODUCTS = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not HAS_PRODUCTS, reason="needs a GPU with 8-bit products")
 
 
@@ -54,11 +53,6 @@ def gradients(x: Tensor, weight: Tensor, dout: Tensor, product: Eight | None) ->
     leaves = [t.clone().requires_grad_() for t in (x, weight)]
     out = linear(leaves[0], leaves[1], product=product)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-
-def bound_of(most: Tensor | float, known: bool = True) -> Bound:
-    value = torch.as_tensor(most, dtype=torch.float32, device=DEVICE).clone()
-    return Bound(value, torch.zeros_like(value), known)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -231,10 +225,7 @@ def test_a_bound_needs_no_maximum() -> None:
 
 def test_a_bound_that_is_not_known_is_the_maximum() -> None:
     x, bound = rand(64, 256, scale=7.0), bound_of(1e-4, known=False)
-    assert all(
-        torch.equal(one.float(), other.float())
-        for one, other in zip(quantize(x, bound=bound), quantize(x), strict=True)
-    )
+    assert same(quantize(x, bound=bound), quantize(x))
     assert bound.seen == x.abs().max()
 
 
@@ -275,7 +266,7 @@ def test_weights_are_rounded_at_once(dtype: torch.dtype) -> None:
         table.round(weights, outs, bounds)
         for weight, out, bound in zip(weights, outs, bounds, strict=True):
             exact = quantize(weight, bound=bound_of(bound.most))
-            assert all(torch.equal(one.float(), other.float()) for one, other in zip(out, exact, strict=True))
+            assert same(out, exact)
             assert bound.seen == most_of(weight)
     assert bounds[0].most == most_of(weights[0])
     table.round([], [], [])

@@ -11,8 +11,7 @@ from stretto.ops.heads import _merge, project_heads
 from stretto.ops.heads8 import merge_heads8
 from stretto.ops.round8 import E5M2, quantize
 from tests.ops.checks import DEVICE, poisoned_memory, rand
-from tests.ops.test_activation8 import bounds_of, same
-from tests.ops.test_fp8 import HAS_PRODUCTS, bound_of
+from tests.ops.narrow import HAS_PRODUCTS, bound_of, bounds_of, same
 
 pytestmark = pytest.mark.skipif(not HAS_PRODUCTS, reason="needs a GPU with 8-bit products")
 
