@@ -59,7 +59,9 @@ def _merge_rows(
     if ROTATE:
         second = tl.load(read + row * row_stride + HALF, mask=inside, other=0.0).to(tl.float32)
         cos = tl.load(cos_ptr + row * HALF + angle, mask=inside, other=0.0)
-        sin = -tl.load(sin_ptr + row * HALF + angle, mask=inside, other=0.0)
+        sin = (
+            tl.load(sin_ptr + row * HALF + angle, mask=inside, other=0.0) * -1.0
+        )  # as heads.py, so that it rounds alike
         first, second = first * cos - second * sin, second * cos + first * sin
         other_sums += second
         second = second.to(TYPE).to(tl.float32)

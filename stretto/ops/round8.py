@@ -140,7 +140,7 @@ def _round_first(y, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 @jit
 def _narrow(x, scale, LARGEST: tl.constexpr):
-    y = x * (1.0 / scale)
+    y = x * tl.div_rn(1.0, scale)
     y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
     FORMAT: tl.constexpr = tl.float8e4nv if LARGEST == 448 else tl.float8e5
     if EMULATE:  # a GPU's cast clamps by itself
@@ -155,7 +155,7 @@ def _narrow(x, scale, LARGEST: tl.constexpr):
 @jit
 def scale_of(most, LARGEST: tl.constexpr):
     most = tl.where(most == most, most, float("inf"))
-    return tl.where(most == 0.0, 1.0, most / LARGEST)
+    return tl.where(most == 0.0, 1.0, tl.div_rn(most, LARGEST))
 
 
 @jit
