@@ -13,9 +13,9 @@ Saved for backward: the transposed x, one byte an element, and its scales, in pl
 GPU partial sums are promoted (no fast accumulation), in all three products; on a CPU the definition below computes
 exact products of the rounded factors, in fp32. Weights are rounded once an update by `renew`, both ways.
 
-With the recipe `tensor` and bounds that are known, activations (activation8.py) and the backward pass of heads
-(heads8.py) write 8 bits themselves. What takes a pass of its own is the rounding of what is there in any case: a norm's
-output, attention's, a gradient of the stream.
+With the recipe `tensor` and bounds that are known, activations (activation8.py), the gradients of heads (heads8.py) and
+those of logits (cross_entropy8.py) are written in 8 bits by the kernels that compute them. What takes a pass of its own
+is the rounding of what is there in any case: a norm's output, attention's, a gradient of the stream.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from stretto.ops.activation import Activation
 from stretto.ops.activation8 import activate8, activate8_backward
+from stretto.ops.cross_entropy8 import rows8
 from stretto.ops.heads8 import merge_heads8
 from stretto.ops.products import Kept, Product, compute_dweight, compute_dx, multiply_scaled
 from stretto.ops.round8 import E4M3, E5M2, PARTS, Bound, Narrow, most_of, new_narrow, quantize
@@ -119,6 +120,12 @@ class Eight(Product):
             self._measure("dout", dout, dout8)
             return *dout8, dout
         return tuple(dout8)
+
+    def take_loss(self, logits: Tensor, labels: Tensor, smoothing: float, ignore: int) -> tuple[Tensor, Kept] | None:
+        if not self._writes("dout", logits):
+            return None
+        losses, dlogits8 = rows8(logits, labels, smoothing, ignore, self.bounds["dout"])
+        return losses, tuple(dlogits8)
 
     def take_merged(
         self, parts: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None

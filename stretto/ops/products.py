@@ -164,6 +164,11 @@ class Product:
         """Returns what dx and dweight need of the gradient of the layer's output."""
         return (dout,)
 
+    def take_loss(self, logits: Tensor, labels: Tensor, smoothing: float, ignore: int) -> tuple[Tensor, Kept] | None:
+        """Returns the losses of rows (cross_entropy.py), and the same of the gradient of their sum, for an output that
+        is logits. None: the caller has to compute them."""
+        return None
+
     def take_merged(
         self, parts: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
     ) -> tuple[Kept, Tensor] | None:

@@ -32,6 +32,7 @@ from stretto.ops.affine import AXES, add_affine
 from stretto.ops.attention import attention
 from stretto.ops.coded_activation import MINIMA
 from stretto.ops.cross_entropy import linear_cross_entropy
+from stretto.ops.cross_entropy8 import launch_rows8
 from stretto.ops.dropout import dropout
 from stretto.ops.embedding import embed
 from stretto.ops.fp8 import Eight
@@ -158,6 +159,8 @@ def call_quantisers() -> None:
         launch_quantize(make(T, C), dtype, "tensor", bound, False)
     bounds.renew()
     one, other = bounds.each
+    for smoothing in (0.0, 0.1):
+        launch_rows8(make(T, C), torch.zeros(T, dtype=torch.int64), smoothing, -100, other)
     angles, parts = torch.zeros(T, D // 2), [make(T, C // D, D)] * 3
     for sums, positions in ((torch.float32, (None, None)), (None, (angles, angles))):
         launch_merge_heads8(parts, *positions, sums, other)
