@@ -19,7 +19,9 @@ from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.config import Config, build_config
 from stretto.errors import ConfigError
 from stretto.mesh import Mesh
+from stretto.ops import round8
 from stretto.ops.fp8 import Eight
+from stretto.ops.round8 import E4M3, MARGIN, Bounds
 from stretto.precision import autocast
 from stretto.report import read_events
 from stretto.runtime import Runtime
@@ -115,14 +117,15 @@ def test_a_resumed_run_is_the_same_run(
     """A layer that is looked at in step 4 (of looks every 2) is planted a wrong scale, and goes back to bf16."""
     monkeypatch.setattr(fp8, "LOOK", 2)
     monkeypatch.setattr(fp8, "GROUPS", 3)
-    renew = Eight.renew
+    take_room = Eight.take_room
 
-    def plant(product: Eight, weight: torch.Tensor, *norm: Any) -> None:
-        renew(product, weight, *norm)
+    def plant(product: Eight, weight: torch.Tensor) -> Any:
         if weight.shape == (32, 128):  # the second product of an MLP
-            product.most = torch.tensor(1e-4)
+            product.bounds["x"].most.fill_(1e-4)
+            product.bounds["x"].known = True
+        return take_room(product, weight)
 
-    monkeypatch.setattr(Eight, "renew", plant)
+    monkeypatch.setattr(Eight, "take_room", plant)
     options = {"techniques__fp8": ALL, "train__eval_every": 2}
     whole = run("whole", **options, train__steps=8)
     out = capsys.readouterr().out
@@ -140,6 +143,79 @@ def test_a_resumed_run_is_the_same_run(
     assert len(state["layers"]) == 12
     lines = [event for event in read_events(whole) if "eval_loss" in event]
     assert lines[0]["fp8_cosine"] < LEAST and lines[0]["fp8_saturated_x"] > 0.5 and lines[-1]["fp8_layers"] == 9
+
+
+def bounds_of(folder: Path, step: int) -> list[float]:
+    bounds: list[float] = checkpoint.load(folder / "checkpoints", step).state["techniques"]["fp8"]["bounds"]
+    return bounds
+
+
+def test_the_first_update_alone_takes_maxima(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is launched, not replayed; a resumed run has its bounds from its state, and without them goes on otherwise."""
+    maxima, keys, find, graph_key = [0], list[Any](), round8.find_most, Fp8.graph_key
+
+    def note(technique: Fp8, step: int) -> Any:
+        technique.watched = []
+        keys.append(graph_key(technique, step))
+        maxima.append(0)  # the weights of the next update are with this one
+        return keys[-1]
+
+    def count(x: torch.Tensor, bound: Any) -> torch.Tensor:
+        maxima[-1] += bound is None or not bound.known
+        return find(x, bound)
+
+    monkeypatch.setattr(Fp8, "graph_key", note)
+    monkeypatch.setattr(round8, "find_most", count)
+    whole = run("whole", techniques__fp8=ALL, train__steps=4)
+    assert keys == [None, (), (), ()] and maxima[1] > 0 and not any(maxima[2:])
+    run("parts", techniques__fp8=ALL, train__steps=2)
+    keys.clear()
+    parts = run("parts", True, techniques__fp8=ALL, train__steps=4)
+    assert keys == [(), ()] and losses(parts) == losses(whole) and bounds_of(parts, 4) == bounds_of(whole, 4)
+    run("lost", techniques__fp8=ALL, train__steps=2)
+    monkeypatch.setattr(Bounds, "set", lambda *_: None)
+    assert losses(run("lost", True, techniques__fp8=ALL, train__steps=4)) != losses(whole)
+
+
+def test_bounds_are_those_of_all_micro_batches(run: Callable[..., Path]) -> None:
+    """However an update is divided: nearly the same maxima, and what is beyond a bound is not lost on the way."""
+    options = {"techniques__fp8": ALL, "model__dropout": 0.0, "train__steps": 2}
+    one, two = (run(str(n), **options, train__micro_batches=n, data__batch_size=8 // n) for n in (1, 2))
+    for a, b in zip(bounds_of(one, 2), bounds_of(two, 2), strict=True):
+        assert a > 0 and abs(a - b) < 0.15 * a
+
+
+def test_a_cancelled_update_leaves_bounds(run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An infinity in the input of each product of one update."""
+    steps, begin, multiply = list[int](), Fp8.begin, Eight.multiply
+
+    def spoil(product: Eight, x: torch.Tensor, *rest: Any) -> Any:
+        x = x.clone()
+        x.view(-1)[0] = torch.inf if len(steps) == 3 else x.view(-1)[0]
+        return multiply(product, x, *rest)
+
+    monkeypatch.setattr(Eight, "multiply", spoil)
+    monkeypatch.setattr(Fp8, "begin", lambda each, step, *rest: steps.append(step) or begin(each, step, *rest))
+    folder = run("run", techniques__fp8=ALL, train__non_finite="skip")
+    assert all(0 < bound < 1e4 for bound in bounds_of(folder, 6)) and losses(folder)[6] < losses(folder)[1]
+
+
+def test_what_was_clamped_is_told(
+    run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a margin below 1 the largest numbers are beyond their bounds, all the time."""
+    monkeypatch.setattr(fp8, "LOOK", 2)
+    lines = []
+    for name, margin in (("wide", 4.0), ("narrow", 0.5)):
+        monkeypatch.setitem(MARGIN, E4M3, margin)
+        folder = run(name, techniques__fp8=ALL, optim__lr=1e-4)
+        lines.append([event for event in read_events(folder) if "eval_loss" in event][-1])
+        out = capsys.readouterr().out
+        assert ("factors 24 had numbers beyond their bounds since the last look, which were clamped" in out) == (
+            name == "narrow"
+        )
+    assert lines[0]["fp8_over_x"] < 1 < lines[1]["fp8_over_x"] and lines[0]["fp8_saturated_x"] == 0
+    assert lines[1]["fp8_saturated_x"] > 0 and lines[1]["fp8_over_dout"] < 1 < lines[1]["fp8_over_weight"]
 
 
 def test_the_rule() -> None:

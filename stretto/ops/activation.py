@@ -26,20 +26,39 @@ Traffic in bf16: 4 bytes an element of h forward (gated 6), 6 backward (gated 10
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.dropout import drop_ref, keeps, row_words
-from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
+from stretto.ops.language import (
+    cdiv,
+    dense_rows,
+    jit,
+    next_power_of_2,
+    num_processors,
+    runs_kernels,
+    tl,
+    wide,
+    wide_dtype,
+)
 from stretto.ops.op import Op
 from stretto.ops.sums import launch_sums
 
 GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what a gated kind does to its gate
 KINDS = ("gelu", "gelu_tanh", "relu", "silu", *GATES)
 KEEPS = ("input", "code8", "bit")
+
+
+class Activation(NamedTuple):
+    """What stands between two products."""
+
+    kind: str
+    bias: Tensor | None
+    p: float  # of dropout
+    key: Tensor | None
 
 
 _ACT: dict[str, Any] = {
@@ -140,6 +159,55 @@ def load_bias(bias_ptr, col, cols, HAS_BIAS: tl.constexpr):
 
 
 @jit
+def activate_block(
+    x_at, bias, value_bias, key_ptr, row, col, cols, inside, KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr
+):
+    """Returns h of a block of elements, in fp32, given where its x are."""
+    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32) + bias
+    if KIND == "relu":
+        h = tl.where(x <= 0, 0.0, x)  # NaN passes, as it does in torch
+    else:
+        s, _ = gate_of(x, KIND)
+        h = x * s
+    if GATED:
+        h *= tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32) + value_bias
+    if P > 0:
+        scale: tl.constexpr = 1 / (1 - P)
+        h = tl.where(survives(key_ptr, row, col, P), h * scale, 0.0)
+    return h
+
+
+@jit
+def differentiate_block(
+    dh_at, kept_at, bias, value_bias, key_ptr, row, col, cols, inside,
+    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Returns dx of a block, with a gate also that of the value; and h. All are fp32."""
+    scale: tl.constexpr = 1 / (1 - P)
+    dy = tl.load(dh_at, mask=inside, other=0.0).to(tl.float32)
+    kept = tl.load(kept_at, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "relu":
+        dx = tl.where(kept <= 0, 0.0, dy * scale)
+        dvalue, y = dx, kept
+    else:
+        x = kept + bias
+        s, t = gate_of(x, KIND)
+        y = x * s
+        if P > 0:
+            keep = survives(key_ptr, row, col, P)
+            dy = tl.where(keep, dy * scale, 0.0)
+        dvalue = dy * y
+        if GATED:
+            value = tl.load(kept_at + cols, mask=inside, other=0.0).to(tl.float32) + value_bias
+            y *= value
+            dy *= value
+        dx = dy * slope_of(x, s, t, KIND)
+        if P > 0:
+            y = tl.where(keep, y * scale, 0.0)
+    return dx, dvalue, y
+
+
+@jit
 def _activate_kernel(
     x_ptr, bias_ptr, key_ptr, h_ptr, rows, cols, x_stride,
     KIND: tl.constexpr,  # of a gated kind, the function of the gate
@@ -150,18 +218,9 @@ def _activate_kernel(
     row_at = row.to(tl.int64)
     inside = (row < rows) & (col < cols)
     x_at = x_ptr + row_at * x_stride + col
-    x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32) + load_bias(bias_ptr, col, cols, HAS_BIAS)
-    if KIND == "relu":
-        h = tl.where(x <= 0, 0.0, x)  # NaN passes, as it does in torch
-    else:
-        s, _ = gate_of(x, KIND)
-        h = x * s
-    if GATED:
-        value = tl.load(x_at + cols, mask=inside, other=0.0).to(tl.float32)
-        h *= value + load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
-    if P > 0:
-        scale: tl.constexpr = 1 / (1 - P)
-        h = tl.where(survives(key_ptr, row, col, P), h * scale, 0.0)
+    bias = load_bias(bias_ptr, col, cols, HAS_BIAS)
+    value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS) if GATED else bias
+    h = activate_block(x_at, bias, value_bias, key_ptr, row, col, cols, inside, KIND, GATED, P)
     tl.store(h_ptr + row_at * cols + col, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
@@ -171,43 +230,27 @@ def _activate_backward_kernel(
     KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, HAS_BIAS: tl.constexpr,
     WANT_H: tl.constexpr, WANT_DBIAS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    scale: tl.constexpr = 1 / (1 - P)
     col = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     bias = load_bias(bias_ptr, col, cols, HAS_BIAS)
+    value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS) if GATED else bias
     sums = tl.zeros([1, BLOCK_C], tl.float32)
     if GATED:
-        value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS)
         value_sums = tl.zeros([1, BLOCK_C], tl.float32)
     for start in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)[:, None]
         row_at = row.to(tl.int64)
         inside = (row < rows) & (col < cols)
-        kept_at = kept_ptr + row_at * kept_stride + col
         dx_at = dx_ptr + row_at * dx_stride + col
-        dy = tl.load(dh_ptr + row_at * dh_stride + col, mask=inside, other=0.0).to(tl.float32)
-        kept = tl.load(kept_at, mask=inside, other=0.0).to(tl.float32)
-        if KIND == "relu":
-            dx = tl.where(kept <= 0, 0.0, dy * scale)
-        else:
-            x = kept + bias
-            s, t = gate_of(x, KIND)
-            y = x * s
-            if P > 0:
-                keep = survives(key_ptr, row, col, P)
-                dy = tl.where(keep, dy * scale, 0.0)
-            if GATED:
-                value = tl.load(kept_at + cols, mask=inside, other=0.0).to(tl.float32) + value_bias
-                dvalue = dy * y
-                y *= value
-                dy *= value
-                tl.store(dx_at + cols, dvalue.to(dx_ptr.dtype.element_ty), mask=inside)
-                if WANT_DBIAS:
-                    value_sums += tl.sum(dvalue, 0, keep_dims=True)
-            dx = dy * slope_of(x, s, t, KIND)
-            if WANT_H:
-                if P > 0:
-                    y = tl.where(keep, y * scale, 0.0)
-                tl.store(h_ptr + row_at * cols + col, y.to(h_ptr.dtype.element_ty), mask=inside)
+        dx, dvalue, h = differentiate_block(
+            dh_ptr + row_at * dh_stride + col, kept_ptr + row_at * kept_stride + col, bias, value_bias, key_ptr,
+            row, col, cols, inside, KIND, GATED, P,
+        )  # fmt: skip
+        if GATED:
+            tl.store(dx_at + cols, dvalue.to(dx_ptr.dtype.element_ty), mask=inside)
+            if WANT_DBIAS:
+                value_sums += tl.sum(dvalue, 0, keep_dims=True)
+        if WANT_H:
+            tl.store(h_ptr + row_at * cols + col, h.to(h_ptr.dtype.element_ty), mask=inside)
         tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if WANT_DBIAS:
             sums += tl.sum(dx, 0, keep_dims=True)
@@ -263,6 +306,23 @@ def launch_activate_backward(
     if want_dbias:
         launch_sums(sums[:, None], [dbias])
     return dx, h, dbias
+
+
+def run_activate(x: Tensor, activation: Activation) -> Tensor:
+    """h, without autograd: for an operation that has more in it."""
+    kind, bias, p, key = activation
+    return (launch_activate if runs_kernels(x) else activate_ref)(x, bias, kind, p, key)
+
+
+def run_activate_backward(
+    dh: Tensor, kept: Tensor, activation: Activation, want_h: bool, want_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As activate_backward_ref; dh is a temporary, which a kernel overwrites with dx."""
+    kind, bias, p, key = activation
+    wanted = (kind, p, key, want_h, want_dbias)
+    if runs_kernels(dh):
+        return launch_activate_backward(dh, kept, bias, *wanted, overwrite_dh=True)
+    return activate_backward_ref(dh, kept, bias, *wanted)
 
 
 def _new_h(x: Tensor, kind: str) -> Tensor:

@@ -72,7 +72,7 @@ def _online(z, top, total):
 
 
 @jit
-def _gradient(z, col, cols, label, top, log_total, smoothing, SMOOTH: tl.constexpr):
+def gradient_of(z, col, cols, label, top, log_total, smoothing, SMOOTH: tl.constexpr):
     dz = tl.exp2((z - top) * LOG2_E - log_total * LOG2_E)  # softmax
     if SMOOTH:
         dz -= smoothing / cols
@@ -81,7 +81,9 @@ def _gradient(z, col, cols, label, top, log_total, smoothing, SMOOTH: tl.constex
 
 @jit
 def _cross_entropy_kernel(
-    z_ptr, label_ptr, loss_ptr, cols, z_stride, smoothing, ignore,
+    z_ptr, label_ptr, loss_ptr,
+    shape_ptr,  # [rows, 2], or None: the top and log_total of each row
+    cols, z_stride, smoothing, ignore,
     SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     BLOCK: tl.constexpr = 8 * LANES
@@ -121,6 +123,9 @@ def _cross_entropy_kernel(
     # A label that does not exist makes loss and gradient NaN: the gradient norm shows it.
     log_total = tl.where(exists, log_total, float("nan"))
 
+    if shape_ptr is not None:
+        tl.store(shape_ptr + 2 * row, row_top)
+        tl.store(shape_ptr + 2 * row + 1, log_total)
     loss = log_total - (1 - smoothing) * (target - row_top)
     if SMOOTH:
         loss -= smoothing * (tl.sum(sum_from_first, 0) / cols - (row_top - first))
@@ -129,17 +134,20 @@ def _cross_entropy_kernel(
     if GRADIENT:
         if full < cols:
             z = tl.load(z_ptr + full + lane, mask=in_rest, other=0.0).to(tl.float32)
-            dz = _gradient(z, full + lane, cols, label, row_top, log_total, smoothing, SMOOTH)
+            dz = gradient_of(z, full + lane, cols, label, row_top, log_total, smoothing, SMOOTH)
             tl.store(z_ptr + full + lane, dz.to(z_ptr.dtype.element_ty), mask=in_rest)
         for start in range(0, full, BLOCK):
             col = full - BLOCK - start + lane
             z = tl.load(z_ptr + col).to(tl.float32)
-            dz = _gradient(z, col, cols, label, row_top, log_total, smoothing, SMOOTH)
+            dz = gradient_of(z, col, cols, label, row_top, log_total, smoothing, SMOOTH)
             tl.store(z_ptr + col, dz.to(z_ptr.dtype.element_ty))
 
 
-def launch_rows(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gradient: bool) -> Tensor:
-    """Computes rows_ref by one program per row. The logits have a column stride of 1."""
+def launch_rows(
+    logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gradient: bool, shape: Tensor | None = None
+) -> Tensor:
+    """Computes rows_ref by one program per row. The logits have a column stride of 1. `shape` [T, 2] gets the maximum
+    of each row and the logarithm of its sum, but for rows that are ignored."""
     rows, cols = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     # A lane has 8 columns, 16 bytes of bf16. A short row is one block; a long row gets 32 warps, so that no more than
@@ -147,18 +155,21 @@ def launch_rows(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, g
     warps = 32 if cols > 2**15 else min(max(next_power_of_2(cols) // 256, 1), 16)
     if rows:
         _cross_entropy_kernel[(rows,)](
-            logits, labels.contiguous(), losses, cols, logits.stride(0), smoothing, ignore,
+            logits, labels.contiguous(), losses, shape, cols, logits.stride(0), smoothing, ignore,
             SMOOTH=smoothing != 0.0, GRADIENT=gradient, LANES=32 * warps, num_warps=warps,
         )  # fmt: skip
     return losses
 
 
-def _run_rows(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gradient: bool) -> Tensor:
+def check_labels(labels: Tensor, classes: int, ignore: int) -> None:
     if not labels.is_cuda:  # where a check costs no synchronisation
-        classes = logits.shape[1]
         wrong = labels[(labels != ignore) & ((labels < 0) | (labels >= classes))]
         if len(wrong):
             raise ValueError(f"label {int(wrong[0])} is not one of {classes} classes, and {ignore} is what is ignored")
+
+
+def _run_rows(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, gradient: bool) -> Tensor:
+    check_labels(labels, logits.shape[1], ignore)
     return (launch_rows if _has_kernel(logits) else rows_ref)(logits, labels, smoothing, ignore, gradient)
 
 
@@ -266,8 +277,15 @@ class _LinearCrossEntropyBy(torch.autograd.Function):
         for start in range(0, x.shape[0], rows):
             part = slice(start, start + rows)
             logits, kept = product.multiply(x[part], weight, bias)
-            loss += _run_rows(logits, labels[part], smoothing, ignore, any(needed)).sum()
-            taken = product.take(logits) if need_x or need_weight else ()
+            made = None
+            if any(needed) and not need_bias:
+                check_labels(labels[part], weight.shape[0], ignore)
+                made = product.take_loss(logits, labels[part], smoothing, ignore)
+            if made is None:
+                losses = _run_rows(logits, labels[part], smoothing, ignore, any(needed))
+                made = losses, product.take(logits) if need_x or need_weight else ()
+            losses, taken = made
+            loss += losses.sum()
             if need_x:
                 dx[part] = product.compute_dx(taken, weight)
             if need_weight:

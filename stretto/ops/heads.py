@@ -249,12 +249,17 @@ class _ProjectHeads(torch.autograd.Function):
         cos, sin, *others = ctx.saved_tensors
         weights, kept = others[: ctx.num_weights], others[ctx.num_weights :]
         count = len(ctx.rows)
-        need_bias = any(ctx.needed[count:])
-        dout, dbias = _merge(list(dparts), cos, sin, ctx.dtypes[count] if need_bias else None)
-        if ctx.product is None:
+        need_bias, product = any(ctx.needed[count:]), ctx.product
+        merging = (list(dparts), cos, sin, ctx.dtypes[count] if need_bias else None)
+        made = None if product is None else product.take_merged(*merging)
+        if made is None:
+            dout, dbias = _merge(*merging)
+            made = (None if product is None else product.take(dout)), dbias
+        taken, dbias = made
+        if product is None:
             dx, dweight = linear_gradients(dout, kept[0] if kept else None, weights)
         else:
-            dx, dweight = ctx.product.compute_gradients(dout, tuple(kept) or None, weights[0] if weights else None)
+            dx, dweight = product.compute_taken(taken, tuple(kept) or None, weights[0] if weights else None)
         dweights = split_rows(dweight, ctx.rows, ctx.dtypes[:count], ctx.needed[:count])
         dbiases = split_rows(dbias if need_bias else None, ctx.rows, ctx.dtypes[count:], ctx.needed[count:])
         return dx, None, None, None, None, None, *dweights, *dbiases

@@ -34,24 +34,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.ops import activation
-from stretto.ops.activation import GATES, check_activation
-from stretto.ops.language import product_dtype, runs_kernels, wide_dtype
+from stretto.ops.activation import GATES, Activation, check_activation, run_activate, run_activate_backward
+from stretto.ops.language import product_dtype, wide_dtype
 from stretto.ops.op import Op, fill_in
 from stretto.ops.products import Product, compute_dweight, compute_some_gradients, multiply
 
 KEEPS = ("activation", "product", "input")
 
 
-def _activate(pre: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
-    return (activation.launch_activate if runs_kernels(pre) else activation.activate_ref)(pre, bias, kind, p, key)
-
-
 def _multiply_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
     """Returns what the backward pass of the activation needs: x @ weight^T, or for relu h."""
     weight = weight.to(x.dtype)
     if kind == "relu":  # a sign decides here, and rounding without the bias could turn it
-        return _activate(multiply(x, weight, bias), None, kind, p, key)
+        return run_activate(multiply(x, weight, bias), Activation(kind, None, p, key))
     return multiply(x, weight)
 
 
@@ -62,7 +57,7 @@ def run_mlp(
     """Returns out; the result of _multiply_up; and h. The last two are empty if they are not kept, and h is empty for
     relu, which has it as the second already."""
     kept, none = _multiply_up(x, up_weight, up_bias, kind, p, key), x.new_empty(0)
-    h = kept if kind == "relu" else _activate(kept, up_bias, kind, p, key)
+    h = kept if kind == "relu" else run_activate(kept, Activation(kind, up_bias, p, key))
     kept = none if keep == "input" else kept  # gives its memory back before the second product
     out = multiply(h, down_weight.to(x.dtype), down_bias)
     return out, kept, h if keep == "activation" and kind != "relu" else x.new_empty(0)
@@ -110,15 +105,11 @@ def run_down_backward(
     dpre = dbias = dweight = None
     if need_pre:
         dh, dweight = compute_some_gradients(dout, h if need_weight else None, weight.to(dout.dtype))
-        wanted = (kind, p, key, want_h, need_bias)
-        if runs_kernels(dout):
-            dpre, again, dbias = activation.launch_activate_backward(dh, kept, bias, *wanted, overwrite_dh=True)
-        else:
-            dpre, again, dbias = activation.activate_backward_ref(dh, kept, bias, *wanted)
+        dpre, again, dbias = run_activate_backward(dh, kept, Activation(kind, bias, p, key), want_h, need_bias)
         h = again if want_h else h
         del again, dh
     elif want_h:
-        h = _activate(kept, bias, kind, p, key)
+        h = run_activate(kept, Activation(kind, bias, p, key))
     if need_weight and dweight is None and h is not None:
         dweight = compute_dweight(dout, h)
     return [g for g, need in zip((dpre, dbias, dweight), needed, strict=True) if need and g is not None]
@@ -172,9 +163,11 @@ class _MlpBy(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         relu = kind == "relu"
         pre, kept_x = up.multiply(x, up_weight, up_bias if relu else None)
-        h = _activate(pre, None if relu else up_bias, kind, p, key)
-        out, kept_h = down.multiply(h, down_weight, down_bias)
-        pre = h if relu else pre
+        if relu:
+            pre = run_activate(pre, Activation(kind, None, p, key))
+            out, kept_h = down.multiply(pre, down_weight, down_bias)
+        else:
+            out, kept_h = down.multiply_activated(pre, Activation(kind, up_bias, p, key), down_weight, down_bias)
         ctx.kind, ctx.p, ctx.keep, ctx.products = kind, p, keep, (up, down)
         ctx.dtypes = [None if t is None else t.dtype for t in (x, up_weight, up_bias, down_weight, down_bias)]
         ctx.num_x = 1 if keep == "input" else len(kept_x)
@@ -190,18 +183,15 @@ class _MlpBy(torch.autograd.Function):
         relu, kept_x, kept = kind == "relu", tuple(rest[: ctx.num_x]), rest[ctx.num_x :]
         if ctx.keep == "input":
             pre, kept_x = up.multiply(kept_x[0], up_weight, up_bias if relu else None)
-            kept = [_activate(pre, None, kind, p, key) if relu else pre]
+            kept = [run_activate(pre, Activation(kind, None, p, key)) if relu else pre]
         pre, *kept_h = kept
-        taken, want_h = down.take(dout), not relu and not kept_h
-        dh, wanted = down.compute_dx(taken, down_weight), (kind, p, key, want_h, up_bias is not None)
-        if runs_kernels(dout):
-            dpre, h, dup_bias = activation.launch_activate_backward(dh, pre, up_bias, *wanted, overwrite_dh=True)
-        else:
-            dpre, h, dup_bias = activation.activate_backward_ref(dh, pre, up_bias, *wanted)
-        kept_h = tuple(kept_h) or down.keep(pre if relu else h)
-        ddown_weight = down.compute_dweight(taken, kept_h)
-        del taken, kept_h, h, dh, pre, kept
-        dx, dup_weight = up.compute_gradients(dpre, kept_x, up_weight)
+        taken, activation = down.take(dout), Activation(kind, up_bias, p, key)
+        taken_pre, again, dup_bias = up.take_activated(
+            down.compute_dx(taken, down_weight), pre, activation, None if kept_h else down, up_bias is not None
+        )
+        ddown_weight = down.compute_dweight(taken, tuple(kept_h) or again)
+        del taken, kept_h, again, pre, kept
+        dx, dup_weight = up.compute_taken(taken_pre, kept_x, up_weight)
         ddown_bias = dout.sum(0, dtype=wide_dtype(dout.dtype)) if ctx.needs_input_grad[4] else None
         found = zip((dx, dup_weight, dup_bias, ddown_weight, ddown_bias), ctx.dtypes, strict=True)
         return *(None if g is None or dtype is None else g.to(dtype) for g, dtype in found), *[None] * 6
@@ -235,7 +225,7 @@ def mlp(
 def _activate_multiply(
     pre: Tensor, bias: Tensor | None, weight: Tensor, kind: str, p: float, key: Tensor | None
 ) -> Tensor:
-    return multiply(_activate(pre, bias, kind, p, key), weight.to(pre.dtype))
+    return multiply(run_activate(pre, Activation(kind, bias, p, key)), weight.to(pre.dtype))
 
 
 def _new_down_gradients(kept: Tensor, bias: Tensor | None, weight: Tensor, needed: list[bool]) -> list[Tensor]:

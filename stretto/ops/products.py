@@ -36,6 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.ops.activation import Activation, run_activate, run_activate_backward
+
 FEW = 2048  # tokens, up to which dx and dweight run side by side
 Kept = tuple[Tensor, ...]  # a factor as later products read it
 
@@ -149,6 +151,12 @@ class Product:
         """Returns x weight^T + bias, and what dweight needs of x."""
         return multiply(x, weight.to(x.dtype), bias), self.keep(x)
 
+    def multiply_activated(
+        self, pre: Tensor, activation: Activation, weight: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Kept]:
+        """Returns the same for x = act(pre), without relu. A product of its own need not make x as it is."""
+        return self.multiply(run_activate(pre, activation), weight, bias)
+
     def keep(self, x: Tensor) -> Kept:
         """Returns what dweight needs of x, as `multiply` does."""
         return (x,)
@@ -156,6 +164,28 @@ class Product:
     def take(self, dout: Tensor) -> Kept:
         """Returns what dx and dweight need of the gradient of the layer's output."""
         return (dout,)
+
+    def take_loss(self, logits: Tensor, labels: Tensor, smoothing: float, ignore: int) -> tuple[Tensor, Kept] | None:
+        """Returns the losses of rows (cross_entropy.py), and the same of the gradient of their sum, for an output that
+        is logits. None: the caller has to compute them."""
+        return None
+
+    def take_merged(
+        self, parts: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None, sums: torch.dtype | None
+    ) -> tuple[Kept, Tensor] | None:
+        """Returns the same for an output that was split into heads, given the gradients of its parts, and the sums for
+        its bias: arguments and sums are those of heads.py. None: the caller has to merge them."""
+        return None
+
+    def take_activated(
+        self, dh: Tensor, kept: Tensor, activation: Activation, after: Product | None, want_dbias: bool
+    ) -> tuple[Kept, Kept, Tensor]:
+        """Returns the same for an output that went through an activation, given the gradient of act(output), which is a
+        temporary; `kept` is the output, or for relu act(output). Also what the product `after` it, if that is given,
+        keeps of act(output); and the gradient of the activation's bias, if it is wanted."""
+        relu = activation.kind == "relu"
+        dpre, h, dbias = run_activate_backward(dh, kept, activation, after is not None and not relu, want_dbias)
+        return self.take(dpre), () if after is None else after.keep(kept if relu else h), dbias
 
     def compute_dx(self, taken: Kept, weight: Tensor) -> Tensor:
         return compute_dx(taken[0], weight.to(taken[0].dtype))
@@ -167,7 +197,12 @@ class Product:
         self, dout: Tensor, kept: Kept | None, weight: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns dx, which needs the weight, and dweight, which needs what was kept of x."""
-        taken = self.take(dout)
+        return self.compute_taken(self.take(dout), kept, weight)
+
+    def compute_taken(
+        self, taken: Kept, kept: Kept | None, weight: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the same for a gradient that was taken."""
         dx = None if weight is None else self.compute_dx(taken, weight)
         return dx, None if kept is None else self.compute_dweight(taken, kept)
 

@@ -5,6 +5,10 @@ to fp32, which no product here goes without. A linear layer of a block is given 
 ops/fp8.py), which rounds factors to 8 bits and keeps these bytes for the backward pass. Weights are rounded once an
 update, in `begin`; evaluation multiplies as without. Weights, gradients, moments and all else stay as they are.
 
+What may be the largest number of a factor is known before it exists (`Bound`, ops/round8.py): from what all processes
+have seen in the updates before. So no tensor is read only for its maximum, and the bounds are part of the state. The
+first update has none: it takes maxima, and is launched.
+
 Which layers have it is a rule, so that a resumed run and any number of processes choose alike. For T tokens and a
 weight [O, C], with the rates of RATES:
 
@@ -33,14 +37,15 @@ from torch.distributed.tensor import DTensor
 
 from stretto.config import KERNELS, Fp8Config
 from stretto.model import build_model, sites
-from stretto.ops.fp8 import Eight, can_multiply
+from stretto.ops.fp8 import FACTORS, Eight, can_multiply
+from stretto.ops.round8 import Bounds
+from stretto.ops.weights8 import Weights
 from stretto.techniques.technique import Context, Sites, Technique
 
 LOOK = 50  # updates between two looks
 GROUPS = 8  # of layers; one of them is watched in a look
 LEAST = 0.98  # cosine of a gradient; rounding to 3 and 2 bits alone gives 0.998
 MEASURED = ("dx", "dweight", "most x", "most dout", "underflow x", "underflow dout", "saturated x", "saturated dout")
-NORMS = {"attention.qkv": "attention_norm", "cross.q": "cross_norm", "mlp.up": "mlp_norm"}  # layer -> what it reads
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,10 @@ class Fp8(Technique):
         super().__init__(cfg, context)
         self.model: nn.Module | None = None
         self.products: dict[str, Eight] = {}  # of layers, by their names
+        self.bounds: Bounds | None = None  # of the FACTORS of each layer, for the recipe `tensor`
+        self.weights = Weights()
+        self.share: float | None = None  # of a micro-batch in the loss, which gradients are in proportion to
+        self.over: dict[str, float] = {}  # what was seen over its bound at the most, by factor, since the last metrics
         self.watched: list[str] = []
         self.seen: dict[str, float] = {}  # the most that was measured since the last metrics
         self.notes: list[str] = []
@@ -129,36 +138,57 @@ class Fp8(Technique):
         assert self.model is not None
         for name in self.products:
             del self.model.get_submodule(name).product
+        self.bounds, self.weights = None, Weights()
         self.products = {name: Eight(self.cfg.recipe) for name in names}
         for name, product in self.products.items():
             self.model.get_submodule(name).product = product  # type: ignore[assignment]
 
+    def _open_bounds(self) -> Bounds | None:
+        if self.bounds is None and self.products and self.cfg.recipe == "tensor":
+            self.bounds = Bounds([*FACTORS.values()] * len(self.products), self.context.device)
+            each = iter(self.bounds.each)
+            for product in self.products.values():
+                product.bounds = {factor: next(each) for factor in FACTORS}
+        return self.bounds
+
+    def _lacks_bounds(self) -> bool:
+        """A layer has not been seen yet: its maxima are taken."""
+        live = (product for product in self.products.values() if product.on)
+        return any(not bound.known for product in live for bound in product.bounds.values())
+
     def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         """Weights that are split over processes are rounded where they are gathered, by each pass."""
         live = {name: product for name, product in self.products.items() if product.on}
-        for name, product in live.items():
-            weight, *norm = self._find_parameters(name)
-            if not isinstance(weight, DTensor):
-                product.renew(weight, *norm)
+        found = ((product, self._find_weight(name)) for name, product in live.items())
+        here = [(product, weight) for product, weight in found if not isinstance(weight, DTensor)]
+        if (all_bounds := self._open_bounds()) is not None:
+            if self.share not in (None, share):  # another number of processes, say
+                factors = [share / self.share if factor == "dout" else 1.0 for factor in FACTORS] * len(self.products)
+                all_bounds.set([most * factor for most, factor in zip(all_bounds.get(), factors, strict=True)])
+            self.share = share
+            rooms, bounds = [p.take_room(w) for p, w in here], [p.bounds["weight"] for p, _ in here]
+            self.weights.round([weight for _, weight in here], rooms, bounds)
+        else:
+            for product, weight in here:
+                product.renew(weight)
         looks = step % LOOK == 0
         self.watched = [name for i, name in enumerate(live) if i % GROUPS == step // LOOK % GROUPS] if looks else []
         for name in self.watched:
             live[name].watched = True
 
-    def _find_parameters(self, name: str) -> list[Any]:
-        """The weight of a layer; and the scale and shift of the norm whose output is all that the layer reads."""
+    def _find_weight(self, name: str) -> Any:
         assert self.model is not None
-        if name == "head":
-            return [find_head_weight(self.model)]
-        layer, (block_name, place) = self.model.get_submodule(name), split_name(name)
-        block = self.model.get_submodule(block_name)
-        norm = getattr(block, NORMS.get(place, ""), None)
-        if not block.pre_norm or not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or norm.weight is None:
-            return [layer.weight]
-        return [layer.weight, norm.weight, getattr(norm, "bias", None)]
+        return find_head_weight(self.model) if name == "head" else self.model.get_submodule(name).weight
 
     def end(self, step: int) -> None:
-        """The host waits here for the device, if this was an update that was watched."""
+        """All processes go on with one bound. The host waits here for the device, if this was an update that was
+        watched, or one without bounds."""
+        if self.bounds is not None:
+            if self.context.mesh.world > 1:
+                dist.all_reduce(self.bounds.seen, dist.ReduceOp.MAX)
+            self.bounds.renew()
+            if self._lacks_bounds():
+                self.bounds.set(self.bounds.get())
         if not self.watched:
             return
         zero = torch.zeros((), device=self.context.device)
@@ -180,6 +210,20 @@ class Fp8(Technique):
                     f" {seen['underflow dout']:.2%}"
                 )
         self.watched = []
+        self._look_at_bounds()
+
+    def _look_at_bounds(self) -> None:
+        """What was beyond its bound in the updates since the last look."""
+        places = [(name, factor) for name in self.products for factor in FACTORS]
+        ratios = {} if self.bounds is None else dict(zip(places, self.bounds.take_over(), strict=True))
+        for (_, factor), ratio in ratios.items():
+            self.over[factor] = max(ratio, self.over.get(factor, 0.0))
+        if (beyond := sum(ratio > 1 for ratio in ratios.values())) > 0:
+            name, factor = max(ratios, key=lambda place: ratios[place])
+            self.notes.append(
+                f"8 bits: of {len(ratios)} factors {beyond} had numbers beyond their bounds since the last look, which"
+                f" were clamped; the furthest was the {factor} of {name}, {ratios[name, factor]:.3g} times its bound"
+            )
 
     def take_notes(self) -> list[str]:
         notes, self.notes = self.notes, []
@@ -190,21 +234,23 @@ class Fp8(Technique):
         return [name for name, product in self.products.items() if not product.on]
 
     def graph_key(self, step: int) -> Hashable:
-        """What is watched is launched; a layer that went back runs other kernels."""
-        return None if self.watched else tuple(self.find_lost())
+        """What is watched, or takes maxima, is launched; a layer that went back runs other kernels."""
+        return None if self.watched or self._lacks_bounds() else tuple(self.find_lost())
 
     def metrics(self, num_batches: int) -> dict[str, float]:
         if not self.products:
             return {}
-        seen, self.seen = self.seen, {}
+        seen, self.seen, over, self.over = self.seen, {}, self.over, {}
         values = {"fp8_layers": float(len(self.products) - len(self.find_lost()))}
         if seen:
             values["fp8_cosine"] = 1 - max(seen["dx"], seen["dweight"])
+            values |= {f"fp8_over_{factor}": ratio for factor, ratio in over.items()}
             values |= {f"fp8_{what.replace(' ', '_')}": seen[what] for what in MEASURED[2:]}
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        return {"layers": list(self.products), "lost": self.find_lost()}
+        bounds = {} if self.bounds is None else {"bounds": self.bounds.get(), "share": self.share}
+        return {"layers": list(self.products), "lost": self.find_lost()} | bounds
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What a run has begun with it goes on with, also on a device for which the rule would choose otherwise."""
@@ -214,6 +260,9 @@ class Fp8(Technique):
             self._install(state["layers"])
         for name in state["lost"]:
             self.products[name].on = False
+        if "bounds" in state and (bounds := self._open_bounds()) is not None:
+            bounds.set(state["bounds"])
+            self.share = state["share"]
 
     def describe(self) -> str:
         if self.products:

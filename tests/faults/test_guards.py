@@ -17,9 +17,10 @@ from stretto import checkpoint
 from stretto.config import build_config
 from stretto.errors import ConfigError
 from stretto.guard import LIMITS, Guard
-from stretto.ops import fp8 as fp8_ops
-from stretto.ops.fp8 import Eight, find_scale
+from stretto.ops import round8
+from stretto.ops.fp8 import Eight
 from stretto.ops.judge import FIELDS, HISTORY, judge
+from stretto.ops.round8 import Bound, find_scale
 from stretto.report import read_events
 from stretto.train import Run, train
 from tests.faults.conftest import Tally
@@ -279,8 +280,10 @@ RECIPES = ("tensor", "row", "block128")
 
 def multiply(recipe: str, x: Tensor, bound: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Product, dx and dweight of a layer, with x as gradient, too."""
-    product, weight = Eight(recipe), torch.eye(128, dtype=torch.bfloat16)
-    product.most = bound
+    weight, bounds = torch.eye(128, dtype=torch.bfloat16), dict[str, Bound]()
+    if bound is not None:
+        bounds["x"] = Bound(bound, torch.zeros_like(bound), True)
+    product = Eight(recipe, bounds)
     out, kept = product.multiply(x, weight)
     taken = product.take(x)
     return out, product.compute_dx(taken, weight), product.compute_dweight(taken, kept)
@@ -314,8 +317,8 @@ def test_a_cast_that_saturates_hides_an_infinity(recipe: str, monkeypatch: pytes
         largest = torch.finfo(dtype).max
         return (x * scale.reciprocal()).clamp(-largest, largest).to(dtype)
 
-    monkeypatch.setattr(fp8_ops, "_round", saturate)
-    monkeypatch.setattr(fp8_ops, "find_scale", lambda most, dtype: find_scale(most.clamp(max=448.0), dtype))
+    monkeypatch.setattr(round8, "_round", saturate)
+    monkeypatch.setattr(round8, "find_scale", lambda most, dtype: find_scale(most.clamp(max=448.0), dtype))
     assert not surfaces(recipe, INF)
 
 

@@ -26,18 +26,23 @@ from triton.runtime.jit import JITFunction
 triton.knobs.runtime.interpret = False
 os.environ["TRITON_INTERPRET"] = "1"  # ops then run kernels on a CPU, which Triton, imported before, does not interpret
 
-from stretto.ops.activation import KINDS, activate
+from stretto.ops.activation import GATES, KINDS, Activation, activate
+from stretto.ops.activation8 import launch_activate8, launch_activate8_backward
 from stretto.ops.affine import AXES, add_affine
 from stretto.ops.attention import attention
 from stretto.ops.coded_activation import MINIMA
 from stretto.ops.cross_entropy import linear_cross_entropy
+from stretto.ops.cross_entropy8 import launch_rows8
 from stretto.ops.dropout import dropout
 from stretto.ops.embedding import embed
-from stretto.ops.fp8 import E4M3, E5M2, RECIPES, launch_quantize
+from stretto.ops.fp8 import Eight
 from stretto.ops.heads import project_heads, rotate_heads
+from stretto.ops.heads8 import launch_merge_heads8
 from stretto.ops.judge import FIELDS, launch_judge
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm
+from stretto.ops.round8 import E4M3, E5M2, RECIPES, Bounds, launch_quantize
+from stretto.ops.weights8 import Weights
 from stretto.optim import FlatAdamW
 
 T, C, D = 48, 64, 16
@@ -147,7 +152,27 @@ def call_quantisers() -> None:
     for recipe in RECIPES:
         for dtype in (E4M3, E5M2):
             for weight in (False, True):
-                launch_quantize(make(T, C), dtype, recipe, None, weight, emulate=False)
+                launch_quantize(make(T, C), dtype, recipe, None, weight)
+    bounds = Bounds([E4M3, E5M2], torch.device("cpu"))
+    for bound, dtype in zip(bounds.each, (E4M3, E5M2), strict=True):
+        bound.known = True
+        launch_quantize(make(T, C), dtype, "tensor", bound, False)
+    bounds.renew()
+    one, other = bounds.each
+    for smoothing in (0.0, 0.1):
+        launch_rows8(make(T, C), torch.zeros(T, dtype=torch.int64), smoothing, -100, other)
+    angles, parts = torch.zeros(T, D // 2), [make(T, C // D, D)] * 3
+    for sums, positions in ((torch.float32, (None, None)), (None, (angles, angles))):
+        launch_merge_heads8(parts, *positions, sums, other)
+    for kind in KINDS:
+        pre = make(T, 2 * C if kind in GATES else C)
+        for some in (Activation(kind, parameter(pre.shape[1]), 0.1, KEY), Activation(kind, None, 0.0, None)):
+            if kind != "relu":
+                launch_activate8(pre, some, one)
+                launch_activate8_backward(make(T, C), pre, some, other, one, some.bias is not None)
+                launch_activate8_backward(make(T, C), pre, some, other, None, some.bias is not None)
+    for matrix in (make(T, C), parameter(T, C)):
+        Weights().round([matrix], [Eight("tensor").take_room(matrix)], bounds.each[:1])
 
 
 def call_updates() -> None:

@@ -34,5 +34,7 @@ def test_every_kernel_compiles() -> None:
     kernels = {name for name in names if name.endswith("_kernel")}  # others are called by these
     assert len(kernels) > 20
     found = json.loads(done.stdout)
-    later = {"_quantize_kernel"}  # the A100 has no 8-bit numbers
+    # The A100 has no 8-bit numbers.
+    later = {"_quantize_kernel", "_round_kernel", "_weights_kernel", "_renew_bounds_kernel"}
+    later |= {"_activate8_kernel", "_activate8_backward_kernel", "_merge_heads8_kernel", "_dlogits8_kernel"}
     assert {gpu: set(names) for gpu, names in found.items()} == {"80": kernels - later, "90": kernels}

@@ -10,24 +10,28 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.numerics.formats import E4M3 as EMULATED
-from stretto.ops.fp8 import (
+from stretto.ops.fp8 import Eight, can_multiply
+from stretto.ops.linear import linear
+from stretto.ops.mlp import KEEPS, mlp
+from stretto.ops.products import multiply_scaled
+from stretto.ops.round8 import (
     E4M3,
     E5M2,
+    MARGIN,
     RECIPES,
-    Eight,
+    Bounds,
     Narrow,
-    can_multiply,
     launch_quantize,
     most_of,
     quantize,
     quantize_ref,
+    renew_bounds,
+    renew_bounds_ref,
 )
-from stretto.ops.linear import linear
-from stretto.ops.mlp import KEEPS, mlp
-from stretto.ops.products import multiply_scaled
+from stretto.ops.weights8 import Weights
 from tests.ops.checks import DEVICE, RUNS_KERNELS, rand
+from tests.ops.narrow import HAS_PRODUCTS, bound_of, same
 
-HAS_PRODUCTS = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = pytest.mark.skipif(not HAS_PRODUCTS, reason="needs a GPU with 8-bit products")
 
 
@@ -86,8 +90,13 @@ def test_the_kernel_is_the_definition(recipe: str) -> None:
     for dtype in (E4M3, E5M2):
         for weight in (False, True):
             for most in (None, most_of(x) / 3) if recipe == "tensor" else (None,):
-                ones = zip(*(f(x, dtype, recipe, most, weight) for f in (launch_quantize, quantize_ref)), strict=True)
-                assert all(torch.equal(one.float(), other.float()) for one, other in ones)
+                bounds = [None if most is None else bound_of(most) for _ in range(2)]
+                both = (
+                    f(x, dtype, recipe, bound, weight)
+                    for f, bound in zip((launch_quantize, quantize_ref), bounds, strict=True)
+                )
+                assert all(torch.equal(one.float(), other.float()) for one, other in zip(*both, strict=True))
+                assert all(bound is None or bound.seen == most_of(x) for bound in bounds)
 
 
 def test_the_definition_is_that_of_the_laboratory() -> None:
@@ -200,15 +209,70 @@ def test_zeros_and_numbers_that_are_not_finite(recipe: str) -> None:
 
 
 def test_a_bound_needs_no_maximum() -> None:
-    """What a norm gives is within its bound; what is beyond a bound stays at the largest number."""
-    x, gamma, beta = rand(64, 256, scale=7.0), rand(256, seed=1), rand(256, seed=2)
-    y, product = F.layer_norm(x, (256,), gamma, beta), Eight("tensor")
-    product.renew(rand(32, 256), gamma, beta)
-    assert product.most is not None and y.abs().max() <= product.most
-    found = quantize(y, E4M3, "tensor", product.most)
-    assert cosine(restore_both(found, "tensor")[0], y) > 0.999
-    found = quantize(y, E4M3, "tensor", y.abs().max() / 4)
+    """What is beyond a bound stays at the largest number, and is seen; what is not finite is seen, too."""
+    x = rand(64, 256, scale=7.0)
+    wide, narrow = bound_of(2 * x.abs().max()), bound_of(x.abs().max() / 4)
+    assert cosine(restore_both(quantize(x, bound=wide), "tensor")[0], x) > 0.999
+    found = quantize(x, bound=narrow)
     assert found.data.float().abs().max() == 448 and (found.data.float() == 448).sum() > 1
+    assert wide.seen == narrow.seen == x.abs().max() and wide.most == 2 * x.abs().max()
+    quantize(x / 8, bound=wide)
+    assert wide.seen == x.abs().max(), "the most of all"
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        y, bound = x.clone(), bound_of(30.0)
+        y[3, 5] = wrong
+        found = quantize(y, bound=bound)
+        assert not bound.seen.isfinite() and found.data.float().isnan().nonzero().tolist() == [[3, 5]]
+        assert found.data_t.float().isnan().nonzero().tolist() == [[5, 3]]
+
+
+def test_a_bound_that_is_not_known_is_the_maximum() -> None:
+    x, bound = rand(64, 256, scale=7.0), bound_of(1e-4, known=False)
+    assert same(quantize(x, bound=bound), quantize(x))
+    assert bound.seen == x.abs().max()
+
+
+def test_the_next_bounds() -> None:
+    """A margin above what was seen, by the factor's format; nothing of what was not seen, or not finite."""
+    bounds = Bounds([E4M3, E5M2, E4M3, E4M3, E5M2], torch.device(DEVICE))
+    assert [bound.most.data_ptr() % 16 for bound in bounds.each] == [0] * 5
+    bounds.set([1.0, 0.0, 3.0, 4.0, 5.0])
+    assert [bound.known for bound in bounds.each] == [True, False, True, True, True]
+    for bound, seen in zip(bounds.each, (2.0, 0.3, 0.0, torch.inf, torch.nan), strict=True):
+        bound.seen.fill_(seen)
+    copies = [t.clone() for t in (bounds.most, bounds.seen, bounds.margins, bounds.over)]
+    bounds.renew()
+    renew_bounds_ref(*copies)
+    for one, other in zip(copies, (bounds.most, bounds.seen, bounds.margins, bounds.over), strict=True):
+        assert torch.equal(one, other)
+    assert bounds.get() == [2.0 * MARGIN[E4M3], float(torch.tensor(0.3)) * MARGIN[E5M2], 3.0, 4.0, 5.0]
+    assert not bounds.seen.any() and bounds.take_over() == [2.0, 0.0, 0.0, 0.0, 0.0]
+    assert bounds.take_over() == [0.0] * 5
+    renew_bounds(*(torch.zeros(0, device=DEVICE) for _ in range(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_rounded_at_once(dtype: torch.dtype) -> None:
+    """Each as by itself, by its own bound; also where one has moved, and where one is of another dtype."""
+    weights = [rand(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(160, 144), (16, 304), (128, 128)])]
+    weights.append(rand(32, 48, seed=9))
+    bounds = [bound_of(0.0, known=False), bound_of(2.0), bound_of(9.0), bound_of(8.0)]
+    products, table = [Eight("tensor") for _ in weights], Weights()
+    for turn in range(3):
+        if turn == 2:
+            weights[2] = weights[2] * 2
+        if turn == 1:
+            bounds[0].known = True
+        for bound in bounds:
+            bound.seen.zero_()
+        outs = [product.take_room(weight) for product, weight in zip(products, weights, strict=True)]
+        table.round(weights, outs, bounds)
+        for weight, out, bound in zip(weights, outs, bounds, strict=True):
+            exact = quantize(weight, bound=bound_of(bound.most))
+            assert same(out, exact)
+            assert bound.seen == most_of(weight)
+    assert bounds[0].most == most_of(weights[0])
+    table.round([], [], [])
 
 
 def test_a_weight_is_rounded_once_an_update() -> None:
@@ -264,8 +328,8 @@ def test_what_is_watched() -> None:
     assert product.seen == {}, "nothing, unless it is asked for"
 
     def watch(most: Tensor | None) -> dict[str, float]:
-        product = Eight("tensor")
-        product.watched, product.most = True, most
+        product = Eight("tensor", {} if most is None else {"x": bound_of(most)})
+        product.watched = True
         found = gradients(x, weight, dout, product)
         product.watched = False
         assert all(torch.equal(a, b) for a, b in zip(found, gradients(x, weight, dout, product), strict=True))
