@@ -190,16 +190,19 @@ class Recorded(Executor):
             with self.memory.borrowed():
                 loss, norm = Executor(self.work).run(batches)
             return loss.clone(), norm.clone()
-        if key != self.key:
-            self.key = key
-            self.whole.forget()
-            self.passes.forget()
+        self.turn_to(key)
         if self.work.gradients.stay:
             return super().run(batches)
         ((index, batch),) = batches
         self.work.seed_for(index)
         loss, norm = self.whole.run(batch)
         return loss, norm
+
+    def turn_to(self, key: Hashable) -> None:
+        if key != self.key:
+            self.key = key
+            self.whole.forget()
+            self.passes.forget()
 
     def learn(self, batch: Any) -> Tensor:
         return self.passes.run(batch)[0]

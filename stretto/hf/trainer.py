@@ -3,6 +3,7 @@
 What changes, and nothing else does:
 
     model      goes through `stretto.accelerate`, unless it has been already
+    updates    are launched as one where that is possible (update.py); the log says why where it is not
     optimizer  torch's AdamW becomes FlatAdamW, with the same groups, one launch and clipping inside the update; weights
                in bf16 are then the upper halves of exact fp32 weights
     schedules  of techniques follow its steps
@@ -43,6 +44,8 @@ if find_spec("accelerate") is None:
 class Trainer(transformers.Trainer):
     """transformers.Trainer, faster. To be mixed with another subclass of it, this one goes first."""
 
+    update: Update | None = None  # what makes whole updates in this training; None: they run as theirs
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         model = _accelerate_once(self.model)
@@ -71,34 +74,115 @@ class Trainer(transformers.Trainer):
         finally:
             self.optimizer_cls_and_kwargs = given
 
+    def get_train_dataloader(self) -> Any:
+        """Batches that are planned stay on the CPU until then: to look at them there is not to wait for the device."""
+        loader = super().get_train_dataloader()
+        self.update, self.obstacle = None, self._find_obstacle()
+        if not self.obstacle:
+            loader.device = None
+        return loader
+
+    def _find_obstacle(self) -> str:
+        """Why updates cannot be recorded; empty if they can."""
+        args, model = self.args, self.model
+        if not can_record(args.device):
+            return "the model is not on a GPU"
+        reasons = {
+            "there are several processes or devices": args.world_size > 1 or args.n_gpu > 1 or self.is_model_parallel,
+            "FSDP or DeepSpeed shards the model": self.is_fsdp_enabled or self.is_deepspeed_enabled,
+            "the loss is scaled, for fp16": self.accelerator.scaler is not None,
+            "the model is compiled": args.torch_compile,
+            "layers are recomputed": args.gradient_checkpointing,
+            "torch_empty_cache_steps empties the cache inside of steps": args.torch_empty_cache_steps is not None,
+            "compute_loss_func is a function of your own": self.compute_loss_func is not None,
+            "gaps change between batches that are added up": techniques_of(model).gaps and self._adds_up(),
+        }
+        own = next((name for name in REPLAYED if self._is_own(name)), None)
+        seen = next((type(each).__name__ for each in self.callback_handler.callbacks if _looks_inside(each)), None)
+        reasons |= {f"{own} is a method of your own": own, f"{seen} looks at gradients": seen}
+        return next((reason for reason, holds in reasons.items() if holds), "") or find_obstacle(model)
+
+    def _adds_up(self) -> bool:
+        return self.args.gradient_accumulation_steps > 1
+
+    def _is_own(self, name: str) -> bool:
+        """Whether somebody has put another method there than Stretto and transformers."""
+        kinds = (kind for kind in type(self).__mro__ if name in vars(kind))
+        return name in vars(self) or not next(kinds).__module__.startswith(("stretto.hf.", "transformers."))
+
+    def _open_update(self, model: nn.Module) -> Update | None:
+        """Called with the first batch, when the optimizer is known, and whether the model is wrapped."""
+        optimizer = getattr(self.optimizer, "optimizer", None)
+        if not self.obstacle and model is not self.model:
+            self.obstacle = f"{type(model).__name__} is around the model"
+        if self.obstacle or not isinstance(optimizer, ScheduledAdamW):
+            log.info("CUDA graphs: off: %s", self.obstacle or "the optimizer is not Stretto's")
+            return None
+        return Update(model, optimizer, self.args.max_grad_norm, self._backpropagate, "", self._adds_up())
+
+    def _backpropagate(self, inputs: dict[str, Any]) -> Tensor:
+        items = inputs.pop(ITEMS, None)
+        return super().training_step(self.model, inputs, items)
+
+    def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
+        """They travel with the batch."""
+        return super()._get_num_items_in_batch(batches, device if self.obstacle else torch.device("cpu"))
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        share, state = 1 / self.current_gradient_accumulation_steps, self.state
+        set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
+        self.meter.count(inputs)
+        if not self.opened:
+            self.update, self.opened = self._open_update(model), True
+        if self.update is None:
+            return super().training_step(model, inputs, num_items_in_batch, *args, **kwargs)
+        return self._train(self.update, inputs, num_items_in_batch)
+
+    def _train(self, update: Update, inputs: dict[str, Any], items: Any) -> Tensor:
+        """The update is made together with the last batch's passes, with the rates and limits of now; what theirs calls
+        for it afterwards finds it done."""
+        if not self.model.training:
+            self.model.train()
+        share = {"share": self.current_gradient_accumulation_steps}
+        batch = update.plan(dict(inputs), {} if items is None else {ITEMS: torch.as_tensor(items)}, share)
+        last = self.accelerator.sync_gradients
+        loss = update.run(batch, self.state.global_step, last)
+        update.optimizer.done = last
+        return loss
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Is called by theirs before a step."""
+        if self.update is not None:
+            return self.update.norm
         optimizer = getattr(self.optimizer, "optimizer", None)  # accelerate's wrapper holds it
         if not isinstance(optimizer, FlatAdamW):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         self.accelerator.unscale_gradients()
         return optimizer.clip(self.args.max_grad_norm)
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Is called by theirs where there is no limit, too."""
+        return self.update.norm if self.update is not None else super()._get_grad_norm(model, grad_norm)
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         outside = self.label_smoother is not None or self.compute_loss_func is not None
         if not outside or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
         mask = inputs.get("decoder_attention_mask" if self.meter.pairs else "attention_mask")
-        padded = bool(has_labels_on_padding(inputs["labels"], mask))
+        padded = not is_planned() and bool(has_labels_on_padding(inputs["labels"], mask))
         # DistributedDataParallel looks for the weights that outputs depend on: it must find a history there.
         lazy = model is self.model and model.training and torch.is_grad_enabled()
         with logits_wanted_for_loss(lazy, rectangle=padded):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        share, state = 1 / self.current_gradient_accumulation_steps, self.state
-        set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
-        self.meter.count(inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.meter.restart()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.update = None  # and with it the memory of graphs
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.meter.paused():
