@@ -480,4 +480,12 @@ def _add_biases(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def logits_wanted_for_loss(lazy: bool, rectangle: bool = True) -> AbstractContextManager[Call]:
-    return calling(Call(None, current_call(), rectangle, lazy))
+    outer = current_call()
+    known, request = (NOTHING, Request()) if outer is None else (outer.known, outer.request)
+    return calling(Call(None, outer, rectangle, lazy, request=request, known=known))
+
+
+def is_planned() -> bool:
+    """Whether the caller of the model knows its batch beforehand."""
+    call = current_call()
+    return call is not None and call.request.planned

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ OFTEN = 16  # times until a batch gets a size of its own all the same
 MOST = 24  # sizes for batches of one kind
 TRIES = 4  # passes of which one must not wait for the device
 DECODER = {"decoder_input_ids", "decoder_attention_mask", "labels"}  # what is as long as a target
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -230,12 +232,16 @@ class Update:
         self.tries = 0 if obstacle else TRIES  # passes that are left to see one that does not wait for the device
         log.info("CUDA graphs: %s", f"off: {obstacle}" if obstacle else "on")
 
-    def plan(self, batch: Mapping[str, Any]) -> Planned | dict[str, Any]:
-        """The batch on the device, in few shapes where it can be planned."""
+    def plan(
+        self, batch: Mapping[str, Any], others: Mapping[str, Tensor] = NONE, pattern: Mapping[str, Any] = NONE
+    ) -> Planned | dict[str, Any]:
+        """The batch on the device, in few shapes where it can be planned. `others` travel with it, for
+        `backpropagate`; a graph is for the values in `pattern`."""
         planned = plan(batch, self.inner, self.tried)
         if planned is None or (planned.masks and not self.unpads):
-            return move(batch, self.device)
-        planned = self.sizes.choose(replace(planned, pattern=self.techniques.pattern()))
+            return move({**batch, **others}, self.device)
+        pattern = {**self.techniques.pattern(), **pattern}
+        planned = self.sizes.choose(replace(planned, inputs={**planned.inputs, **others}, pattern=pattern))
         there = all(value.device == self.device for value in planned.inputs.values() if isinstance(value, Tensor))
         return planned if there else pack(planned, self.device)
 
