@@ -244,7 +244,8 @@ class Pending(Lazy):
         key: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Pending:
-        made: Pending = Tensor._make_wrapper_subclass(cls, product.shape, dtype=product.dtype, device=product.device)
+        dtype = product.dtype if residual is None else residual.dtype
+        made: Pending = Tensor._make_wrapper_subclass(cls, product.shape, dtype=dtype, device=product.device)
         made.maker, made.product, made.bias, made.activation = maker, product, bias, activation
         made.p, made.key, made.residual, made.made = p, key, residual, None
         return made
@@ -280,7 +281,7 @@ class Pending(Lazy):
         if self.product is None or self.residual is None:
             return None
         self.note_use()
-        rows, stream = self.product.flatten(0, -2), self.residual.flatten(0, -2)
+        rows, stream = self.product.to(self.dtype).flatten(0, -2), self.residual.flatten(0, -2)
         y, stream = add_normalised(rows, stream, self.bias, self.p, self.key)
         self._keep(stream.view(self.shape))
         return y.view(self.shape)
@@ -311,7 +312,8 @@ def _note_sum(first: Any, second: Any) -> Pending | None:
             continue
         if branch.residual is None and branch.activation is None and isinstance(residual, Tensor):
             residual = compute(residual)
-            if residual.shape == branch.product.shape and residual.dtype == branch.product.dtype:
+            wide = torch.promote_types(residual.dtype, branch.product.dtype) == residual.dtype  # as under autocast
+            if residual.shape == branch.product.shape and wide:
                 return Pending(branch.maker, branch.product, branch.bias, None, branch.p, branch.key, residual)
     return None
 
