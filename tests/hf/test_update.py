@@ -75,7 +75,7 @@ def test_they_go_the_way_of_theirs(family: str, options: str, runs: list[Any], t
     assert len(runs) >= 6 and all(isinstance(batch, Planned) for batch in runs)
     assert_same_way(ours, theirs)
     for p, q in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)  # Adam: a rate of 1e-2 times a rounded direction
 
 
 def test_autocast_goes_about_the_same_way(runs: list[Any], tmp_path: Path) -> None:
@@ -214,10 +214,11 @@ def test_rows_with_padding_are_as_wide_as_a_power_of_two(family: str) -> None:
 
 
 def test_rows_do_not_exceed_the_positions_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = outermost(accelerated("bert"))
+    model, tried = outermost(accelerated("bert"))
     for limit, width in ((40, 16), (12, 12), (9, 9), (None, 9)):
         monkeypatch.setattr(model.config, "max_position_embeddings", limit)
-        assert plan_rows("bert", (9, 3, 4)).inputs["input_ids"].shape[1] == width
+        planned = plan(draw_rows("bert", (9, 3, 4)), model, tried)
+        assert planned is not None and planned.inputs["input_ids"].shape[1] == width
 
 
 def test_what_has_unknown_padding_stays_as_wide_as_it_is() -> None:
@@ -336,6 +337,10 @@ def test_graphs_give_the_same_bits(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout, over batches of several sizes."""
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": 1, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False,
+    }  # fmt: skip
     replays, replay = list[Any](), torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
     found = []
@@ -344,22 +349,11 @@ def test_graphs_give_the_same_bits(
             if launched:
                 patches.setattr(stretto.hf.update, "Recorded", Launched)
             batches = [draw_rows(family, lengths) for lengths in ((9, 3, 6), (9, 4, 5), (8, 7, 7))] * 6
-            samples = list(range(len(batches)))
+            updates = options.get("gradient_accumulation_steps", 1)
             trainer = Trainer(
                 model=add_dropout(build(family)),
-                args=hf.TrainingArguments(
-                    str(tmp_path),
-                    max_steps=len(batches) // options.get("gradient_accumulation_steps", 1),
-                    per_device_train_batch_size=1,
-                    learning_rate=1e-2,
-                    logging_steps=1,
-                    report_to=[],
-                    save_strategy="no",
-                    disable_tqdm=True,
-                    remove_unused_columns=False,
-                    **options,
-                ),  # fmt: skip
-                train_dataset=samples,  # type: ignore[arg-type]
+                args=hf.TrainingArguments(str(tmp_path), max_steps=len(batches) // updates, **common | options),
+                train_dataset=list(range(len(batches))),  # type: ignore[arg-type]
                 data_collator=lambda numbers, batches=batches: batches[numbers[0]],
             )
             trainer.train()
