@@ -34,11 +34,10 @@ CHOICES = {"transformers": "transformers", "stretto": "stretto", "liger": "trans
 @dataclass(frozen=True)
 class Size:
     vocab: int
-    width: int  # channels of a model, for --tiny
     steps: int
 
 
-FULL, TINY = Size(30522, 0, 120), Size(97, 32, 6)
+FULL, TINY = Size(30522, 120), Size(97, 6)
 TINY_TEXT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
                              "intermediate_size": 64}  # fmt: skip
 
@@ -55,20 +54,21 @@ class Job:
     packed: bool = False  # whether all rows are of the greatest length
 
 
-def _bert(kind: Any, tiny: bool, **options: Any) -> Any:
-    return kind(hf.BertConfig(vocab_size=_vocab(tiny), pad_token_id=PAD, **(TINY_TEXT if tiny else {}), **options))
+def _bert(kind: Any, tiny: bool) -> Any:
+    options = TINY_TEXT if tiny else {}
+    return kind(hf.BertConfig(vocab_size=_vocab(tiny), pad_token_id=PAD, **options))
 
 
 def _gpt2(tiny: bool) -> Any:
-    small = {"n_embd": 32, "n_layer": 2, "n_head": 2} if tiny else {}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=_vocab(tiny) if tiny else 50257, **small))
+    options: dict[str, Any] = {"vocab_size": TINY.vocab, "n_embd": 32, "n_layer": 2, "n_head": 2} if tiny else {}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**options))
 
 
 def _t5(tiny: bool) -> Any:
-    small = {"d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 64, "num_layers": 2} if tiny else {}
-    config = hf.T5Config(vocab_size=_vocab(tiny) if tiny else 32128, pad_token_id=PAD, decoder_start_token_id=PAD,
-                         **small)  # fmt: skip
-    return hf.T5ForConditionalGeneration(config)
+    options: dict[str, Any] = {"vocab_size": 32128, "pad_token_id": PAD, "decoder_start_token_id": PAD}
+    if tiny:
+        options |= {"vocab_size": TINY.vocab, "d_model": 32, "d_kv": 16, "num_heads": 2, "d_ff": 64, "num_layers": 2}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**options))
 
 
 def _vocab(tiny: bool) -> int:
@@ -215,7 +215,7 @@ def main() -> None:
 
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("stretto").setLevel(logging.INFO)
-        print(json.dumps(run(*given.only, steps, given.tiny)))
+        print(json.dumps(run(given.only[0], given.only[1], steps, given.tiny)))
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, torch {torch.__version__}, transformers {hf.__version__}, {steps} steps", flush=True)

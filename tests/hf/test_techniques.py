@@ -530,8 +530,8 @@ def test_a_recorded_update_is_one_of_its_pattern() -> None:
     model = make_both("gpt2")
     step = Step(model, FlatAdamW(model.parameters(), lr=0.0))
     seen: list[Any] = []
-    learn = step.learn
-    step.learn = lambda batch: seen.append(batch) or learn(batch)  # type: ignore[method-assign]
+    learn = step.update.learn
+    step.update.learn = lambda batch: seen.append(batch) or learn(batch)  # type: ignore[method-assign]
     for _ in range(6):
         step(draw("gpt2"))
     shapes = {shape_of(planned): str(planned.pattern) for planned in seen}

@@ -215,7 +215,7 @@ def test_rows_with_padding_are_as_wide_as_a_power_of_two(family: str) -> None:
 
 def test_rows_do_not_exceed_the_positions_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tried = outermost(accelerated("bert"))
-    for limit, width in ((40, 16), (12, 12), (9, 9), (None, 9)):
+    for limit, width in ((40, 16), (12, 12), (9, 9)):
         monkeypatch.setattr(model.config, "max_position_embeddings", limit)
         planned = plan(draw_rows("bert", (9, 3, 4)), model, tried)
         assert planned is not None and planned.inputs["input_ids"].shape[1] == width
@@ -350,16 +350,15 @@ def test_graphs_give_the_same_bits(
                 patches.setattr(stretto.hf.update, "Recorded", Launched)
             batches = [draw_rows(family, lengths) for lengths in ((9, 3, 6), (9, 4, 5), (8, 7, 7))] * 6
             updates = options.get("gradient_accumulation_steps", 1)
-            trainer = Trainer(
+            trainer: Any = Trainer(
                 model=add_dropout(build(family)),
                 args=hf.TrainingArguments(str(tmp_path), max_steps=len(batches) // updates, **common | options),
-                train_dataset=list(range(len(batches))),  # type: ignore[arg-type]
+                train_dataset=list(range(len(batches))),
                 data_collator=lambda numbers, batches=batches: batches[numbers[0]],
             )
             trainer.train()
-            found.append(
-                (history(trainer), history(trainer, "grad_norm"), [p.clone() for p in trainer.model.parameters()])
-            )
+            weights = [p.clone() for p in trainer.model.parameters()]
+            found.append((history(trainer), history(trainer, "grad_norm"), weights))
         if launched:
             assert not replays
     assert len(replays) > 5
@@ -383,7 +382,7 @@ def test_the_host_is_seen_to_wait() -> None:
 def test_a_model_that_waits_is_launched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = build("bert-classes")
     trainer = make(Trainer, model, tmp_path, "bert-classes", use_cpu=False, max_steps=8)
-    forward = model.classifier.forward  # type: ignore[union-attr]
+    forward = model.classifier.forward
     trainer.model.classifier.__class__ = type(
         "Linear", (type(model.classifier),), {"forward": lambda self, x: forward(x) + 0 * float(x.sum())}
     )
