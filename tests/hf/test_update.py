@@ -22,8 +22,7 @@ from stretto.hf.loop import DataCollator
 from stretto.hf.trainer import Trainer
 from stretto.hf.update import MOST, OFTEN, Planned, Sizes, Update, noting_waits, plan
 from tests.hf.families import Batch, accelerated, build, draw_batch
-from tests.hf.test_trainer import add_dropout, assert_same_way, history
-from tests.hf.trainers import draw_samples, make
+from tests.hf.trainers import add_dropout, assert_same_way, draw_samples, history, make, train_both
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
 FAMILIES = ["bert-classes", "gpt2", "marian"]
@@ -44,13 +43,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Planned | dict[str, Any]]:
     seen, run = list[Planned | dict[str, Any]](), Update.run
     monkeypatch.setattr(Update, "run", lambda self, batch, *others: seen.append(batch) or run(self, batch, *others))
     return seen
-
-
-def train_both(family: str, folder: Path, others: Any = (), **options: Any) -> tuple[Any, Any]:
-    trainers = [make(kind, family, folder, others=others, **options) for kind in (Trainer, hf.Trainer)]
-    for trainer in trainers:
-        trainer.train()
-    return trainers[0], trainers[1]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
