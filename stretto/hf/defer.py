@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
-from stretto.batch import IGNORE
+from stretto.batch import IGNORE, Layout
 from stretto.ops.activation import activate
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
@@ -136,6 +136,7 @@ class Call:
     memory: Packing | None = None  # packing of the encoder's output
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # arguments of all layers, and packed ones
     angles: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cosines as given, and what the kernel reads
+    dense: dict[tuple[int, int], Layout] = field(default_factory=dict)  # layouts of rectangles, by rows and length
     counted: bool = False  # whether a loss for the known number of labels was computed
     before: Call | None = None  # call that goes on when this one has returned; it need not be a call around it
 
