@@ -74,6 +74,9 @@ class Executor:
     def resume(self, step: int, batches_of: Callable[[int], list[tuple[int, Any]]]) -> None:
         """Before update number `step`, the first of this run. `batches_of` gives the micro-batches of any update."""
 
+    def turn_to(self, key: Hashable) -> None:
+        """Before updates with this `key`."""
+
     def learn(self, batch: Any) -> Tensor:
         return self.work.learn(batch)
 

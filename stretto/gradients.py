@@ -41,6 +41,9 @@ class Gradients:
         """Around a backward pass. Gradients travel between processes once a step, with its last micro-batch."""
         return nullcontext()
 
+    def attach(self) -> None:
+        """Before each backward pass, and before an update: somebody may have set gradients to None meanwhile."""
+
     def settle(self) -> None:
         """After each backward pass."""
 
@@ -105,6 +108,11 @@ class Static(Gradients):
         self.parameters = [p for p in model.parameters() if p.requires_grad] if parameters is None else parameters
         self.group = group
         self.flats: list[Tensor] = []
+        self.places: list[tuple[nn.Parameter, Tensor]] = []
+
+    def attach(self) -> None:
+        for p, place in self.places:
+            p.grad = place
 
     def settle(self) -> None:
         """What the very first backward pass has made moves into place; parameters without a gradient then are taken to
@@ -123,6 +131,7 @@ class Static(Gradients):
             for (p, grad), end, size in zip(members, accumulate(sizes), sizes, strict=True):
                 place = flat[end - size :][: grad.numel()].view(grad.shape)
                 p.grad = place.copy_(grad)
+                self.places.append((p, place))
             self.flats.append(flat)
 
     def finish(self) -> None:
@@ -151,7 +160,7 @@ class Static(Gradients):
     def release(self) -> None:
         for p in self.parameters:
             p.grad = None
-        self.flats = []
+        self.flats, self.places = [], []
 
 
 class Present(Static):

@@ -8,16 +8,17 @@ generator, whose seed and offset a replay takes over.
 An update of one micro-batch in one process is recorded as a whole. Else there is a graph of the passes over a
 micro-batch, for each shape, and one of the update; between them, outside of any graph, gradients travel.
 
-A shape is recorded when it comes for the second time, and there are at most 32 graphs of one kind of work; all else
-runs as usual. buckets.py makes shapes few. The graphs share one pool of memory: nothing in it outlives a replay but
-results, which are copied out. Before it records, torch gives back what the allocator had kept for the steps until then,
-and later steps of a new shape, which are not recorded yet, borrow the pool. So a run needs little more memory than
-without graphs.
+A shape is recorded when it comes for the second time, and there are at most 32 graphs of one kind of work, and few
+while they are hardly replayed; all else runs as usual. buckets.py makes shapes few. The graphs share one pool of
+memory: nothing in it outlives a replay but results, which are copied out. Before it records, torch gives back what the
+allocator had kept for the steps until then, and later steps of a new shape, which are not recorded yet, borrow the
+pool. So a run needs little more memory than without graphs.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
 import weakref
 from collections import Counter
@@ -34,10 +35,13 @@ from stretto.batch import Batch, copy_into, pack, shape_of
 from stretto.buckets import to_bucket
 from stretto.execute import Executor, Work
 
+log = logging.getLogger(__name__)
 TIMED = 4  # the step after a start that tells whether the host is what steps wait for: kernels are compiled by then
 LAUNCH_BOUND = 0.5  # it is, if issuing a step takes the host more than this share of it
 TIMES = 2  # the first time, kernels are compiled and loaded
 MOST = 32  # graphs
+FEW = 12  # graphs that are recorded before anybody asks whether they are replayed
+PAYS = 2  # replays for each graph, on average, that make up for its recording
 MANY = 1000  # shapes to count
 
 
@@ -129,13 +133,14 @@ class Recorder:
         leaves nothing behind that it has made but its results. `prepare` is entered around a recording, and gives what
         has to live as long as it, and the tensors that each replay changes: autograd has to hear of that."""
         self.work, self.prepare, self.memory = work, prepare, memory
+        self.replays, self.said = 0, False
         self.seen: Counter[object] = Counter()
         self.recordings: dict[object, Recording] = {}
 
     def run(self, *batches: Any) -> tuple[Tensor, ...]:
         shape = tuple(map(shape_of, batches))
         if shape not in self.recordings:
-            if len(self.recordings) == MOST or not self.comes_again(shape):
+            if not self.comes_again(shape) or len(self.recordings) == MOST or not self.pays():
                 with self.memory.borrowed():
                     results = self.work(*batches)
                 return tuple(result.clone() for result in results)
@@ -144,6 +149,7 @@ class Recorder:
         for own, batch in zip(recording.batches, batches, strict=True):
             copy_into(own, batch)
         recording.graph.replay()
+        self.replays += 1
         increment_version(recording.written)
         return tuple(result.clone() for result in recording.results)
 
@@ -153,6 +159,17 @@ class Recorder:
             torch.cuda.synchronize()  # a replay may still be at work
         self.recordings.clear()
         self.seen.clear()
+        self.replays = 0
+
+    def pays(self) -> bool:
+        """Whether what is recorded is replayed often enough to record more."""
+        graphs = len(self.recordings)
+        if graphs < FEW or self.replays >= PAYS * graphs:
+            return True
+        if not self.said:
+            log.info("CUDA graphs: no more for now: %d of them were replayed %d times", graphs, self.replays)
+        self.said = True
+        return False
 
     def comes_again(self, shape: object) -> bool:
         if len(self.seen) == MANY:  # no use in remembering them all
@@ -190,16 +207,19 @@ class Recorded(Executor):
             with self.memory.borrowed():
                 loss, norm = Executor(self.work).run(batches)
             return loss.clone(), norm.clone()
-        if key != self.key:
-            self.key = key
-            self.whole.forget()
-            self.passes.forget()
+        self.turn_to(key)
         if self.work.gradients.stay:
             return super().run(batches)
         ((index, batch),) = batches
         self.work.seed_for(index)
         loss, norm = self.whole.run(batch)
         return loss, norm
+
+    def turn_to(self, key: Hashable) -> None:
+        if key != self.key:
+            self.key = key
+            self.whole.forget()
+            self.passes.forget()
 
     def learn(self, batch: Any) -> Tensor:
         return self.passes.run(batch)[0]

@@ -103,7 +103,7 @@ def build_accelerated(
     batches = [to_inputs(draw, config.model) for draw in draws]
     for inputs in batches:
         inputs |= {name: t.to(device, weights) for name, t in inputs.items() if t.is_floating_point()}
-    records = step.executor is not step.eager
+    records = step.update.executor is not step.update.eager
 
     def run(i: int) -> Tensor:
         with autocast(precision, device) if weights == torch.float32 else nullcontext():

@@ -5,7 +5,8 @@
 `Trainer` takes the place of transformers' own. From the top to the bottom:
 
     trainer.py       transformers' Trainer with all that
-    loop.py          batches of few shapes, and whole updates as CUDA graphs, for a loop of one's own
+    loop.py          batches of few shapes, and `Step`, for a loop of one's own
+    update.py        whole updates as CUDA graphs, on batches that are brought to few shapes
     acceleration.py  accelerate, restore, report, set_step; all exchanges of a model in their order
     techniques.py    what techniques that change the mathematics can do in such a model
     unpad.py         padded batches and packed documents: layers run on the real tokens alone

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
-from stretto.batch import IGNORE
+from stretto.batch import IGNORE, Layout
 from stretto.ops.activation import activate
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
@@ -136,6 +136,7 @@ class Call:
     memory: Packing | None = None  # packing of the encoder's output
     packed: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # arguments of all layers, and packed ones
     angles: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # cosines as given, and what the kernel reads
+    dense: dict[tuple[int, int], Layout] = field(default_factory=dict)  # layouts of rectangles, by rows and length
     counted: bool = False  # whether a loss for the known number of labels was computed
     before: Call | None = None  # call that goes on when this one has returned; it need not be a call around it
 
@@ -244,7 +245,8 @@ class Pending(Lazy):
         key: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Pending:
-        made: Pending = Tensor._make_wrapper_subclass(cls, product.shape, dtype=product.dtype, device=product.device)
+        dtype = product.dtype if residual is None else residual.dtype
+        made: Pending = Tensor._make_wrapper_subclass(cls, product.shape, dtype=dtype, device=product.device)
         made.maker, made.product, made.bias, made.activation = maker, product, bias, activation
         made.p, made.key, made.residual, made.made = p, key, residual, None
         return made
@@ -280,7 +282,7 @@ class Pending(Lazy):
         if self.product is None or self.residual is None:
             return None
         self.note_use()
-        rows, stream = self.product.flatten(0, -2), self.residual.flatten(0, -2)
+        rows, stream = self.product.to(self.dtype).flatten(0, -2), self.residual.flatten(0, -2)
         y, stream = add_normalised(rows, stream, self.bias, self.p, self.key)
         self._keep(stream.view(self.shape))
         return y.view(self.shape)
@@ -311,7 +313,8 @@ def _note_sum(first: Any, second: Any) -> Pending | None:
             continue
         if branch.residual is None and branch.activation is None and isinstance(residual, Tensor):
             residual = compute(residual)
-            if residual.shape == branch.product.shape and residual.dtype == branch.product.dtype:
+            wide = torch.promote_types(residual.dtype, branch.product.dtype) == residual.dtype  # as under autocast
+            if residual.shape == branch.product.shape and wide:
                 return Pending(branch.maker, branch.product, branch.bias, None, branch.p, branch.key, residual)
     return None
 
@@ -480,4 +483,12 @@ def _add_biases(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def logits_wanted_for_loss(lazy: bool, rectangle: bool = True) -> AbstractContextManager[Call]:
-    return calling(Call(None, current_call(), rectangle, lazy))
+    outer = current_call()
+    known, request = (NOTHING, Request()) if outer is None else (outer.known, outer.request)
+    return calling(Call(None, outer, rectangle, lazy, request=request, known=known))
+
+
+def is_planned() -> bool:
+    """Whether the caller of the model knows its batch beforehand."""
+    call = current_call()
+    return call is not None and call.request.planned

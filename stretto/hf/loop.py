@@ -10,23 +10,16 @@ compiled code and CUDA graphs meet one shape for each bucket, whatever the data.
 A bucket's last samples, too few for a batch, go to the next longer bucket; only the longest bucket's last batch has
 fewer rows.
 
-The layers of a Hugging Face model are many small pieces of Python, and the GPU often waits for them. `Step` records
-what they launch, backward pass and update included, as a CUDA graph (graphs.py), once for each shape of batch:
+`Step` is a whole update, launched as one where that is possible (update.py):
 
     step = stretto.hf.Step(model, optimizer, clip=1.0)
     for batch in loader:
         loss = step(batch)
-
-The host finds the number of real tokens before a graph is chosen, of a batch on the CPU without waiting for the GPU.
-Numbers of tokens and of labels are rounded up to buckets (buckets.py), and filled up with padding that nobody looks at.
-Where a step cannot be recorded it runs as usual.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,20 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE
-from stretto.buckets import round_to_bucket, round_to_power, size_of_bucket
-from stretto.execute import Executor
-from stretto.gradients import Gradients
-from stretto.graphs import Recorded
-from stretto.hf.acceleration import is_accelerated, outermost, report, set_step, techniques_of
-from stretto.hf.defer import Call, Facts, Known, Request, Tried, calling
-from stretto.hf.find import argument_names, pad_id
-from stretto.hf.unpad import MASKS, get_to_know, is_familiar
-from stretto.optim import FlatAdamW, clip_gradients
+from stretto.buckets import round_to_bucket
+from stretto.hf.acceleration import is_accelerated, set_step
+from stretto.hf.update import Update, find_obstacle
+from stretto.optim import FlatAdamW
 
-log = logging.getLogger(__name__)
 LENGTHS = 8  # number of buckets of lengths between two powers of two
 
 
@@ -165,22 +151,6 @@ def _pad(values: Sequence[Tensor], width: int, fill: int) -> Tensor:
     return padded
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A batch, and what the host knows of it."""
-
-    inputs: dict[str, Any]
-    masks: dict[str, Facts]
-    labels: int
-    positions: int
-    fillers: int
-    pattern: dict[str, Any] = field(default_factory=dict)  # what techniques do in this update
-
-    def known(self) -> Known:
-        masks = tuple((self.inputs[name], facts) for name, facts in self.masks.items())
-        return Known(masks, self.labels, self.positions, fillers=self.fillers)
-
-
 class Step:
     def __init__(self, model: nn.Module, optimizer: FlatAdamW, clip: float = 0.0) -> None:
         """`clip` is the largest norm of the gradients; with 0 there is none."""
@@ -191,100 +161,20 @@ class Step:
             raise ValueError(f"Step takes an accelerated model, not {type(model).__name__}: stretto.accelerate(model)")
         if not isinstance(optimizer, FlatAdamW):
             raise ValueError(f"Step takes stretto.optim.FlatAdamW, not {type(optimizer).__name__}")
-        self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.model = model
         self.updates = 0  # number of updates so far, for schedules; a run that is resumed sets it
-        self.techniques = techniques_of(model)
-        self.inner, self.tried = outermost(model)
-        self.unpads = not any(line.role == "padding" and line.problem for line in report(model).lines)
-        self.gradients, self.device = Gradients(model), next(model.parameters()).device
-        obstacle = "the model is not on a GPU" if self.device.type != "cuda" else _find_obstacle(model)
-        self.eager = Executor(self)
-        self.executor = self.eager if obstacle else Recorded(self, optimizer)
-        if obstacle:
-            log.info("CUDA graphs: off: %s", obstacle)
+        self.update = Update(model, optimizer, clip, self._backpropagate, find_obstacle(model))
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """The loss, still on the device. Tensors of the batch may be on the CPU."""
         number = self.updates
         self.updates += 1
-        self.optimizer.take_rates()
         set_step(self.model, number)
-        planned = plan(batch, self.inner, self.tried)
-        if planned is None or (planned.masks and not self.unpads):
-            loss, _ = self.eager.run([(number, _move(batch, self.device))])
-            return loss
-        planned = replace(planned, inputs=_move(planned.inputs, self.device), pattern=self.techniques.pattern())
-        loss, _ = self.executor.run([(number, planned)], self.techniques.graph_key(number))
-        return loss
+        return self.update.run(self.update.plan(batch), number)
 
-    def seed_for(self, index: int) -> None:
-        """Random numbers are those of the loop around."""
-
-    def learn(self, batch: Planned | Mapping[str, Any]) -> Tensor:
-        if not isinstance(batch, Planned):
-            return self._learn(batch)
-        with calling(Call(known=batch.known(), request=Request(planned=True))):
-            return self._learn(batch.inputs)
-
-    def _learn(self, inputs: Mapping[str, Any]) -> Tensor:
+    def _backpropagate(self, inputs: dict[str, Any]) -> Tensor:
         loss: Tensor | None = self.model(**inputs).loss
         if loss is None:
             raise ValueError(f"{type(self.model).__name__} gave no loss: the batch needs labels")
         loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def apply(self) -> Tensor:
-        norm = clip_gradients(self.model, self.optimizer, self.clip)
-        self.optimizer.step()
-        self.gradients.zero(self.optimizer)
-        return norm
-
-
-def plan(batch: Mapping[str, Any], model: PreTrainedModel, tried: Tried) -> Planned | None:
-    """What the host knows of a batch beforehand. None for a batch that is looked at while the model runs: one with
-    documents in its rows, gaps, labels on padding, padding that has to stay, or labels that are no ids, beside which a
-    mask stays unknown."""
-    if any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
-        return None
-    known = get_to_know(batch, argument_names(model), pad_id(model))
-    if known.labels_on_padding or any(facts.sides & {"empty", "holes"} for _, facts in known.masks):
-        return None
-    padded = any(not facts.whole for _, facts in known.masks)
-    if padded and not (
-        is_familiar(model, batch, tried) and all(tried.covers(facts, batch) for _, facts in known.masks)
-    ):
-        return None
-    facts_of = {name: facts for name in MASKS for mask, facts in known.masks if batch.get(name) is mask}
-    if any(batch.get(name) is not None and name not in facts_of for name in MASKS):
-        return None
-    # A mask that keeps everything is none: so the model need not ask.
-    inputs = {name: value for name, value in batch.items() if name not in facts_of or not facts_of[name].whole}
-    masks = {}
-    for name, facts in facts_of.items():
-        if name in inputs:
-            tokens = min(round_to_bucket(facts.tokens), inputs[name].numel())
-            masks[name] = replace(facts, tokens=tokens, longest=round_to_power(facts.longest))
-    fillers = [-(-size_of_bucket(facts.tokens) // facts.longest) for facts in masks.values()]
-    labels = min(round_to_bucket(known.labels), known.positions)
-    return Planned(inputs, masks, labels, known.positions, max(fillers, default=0))
-
-
-def _move(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.device == device:
-            return value
-        return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
-
-    return {name: move(value) for name, value in batch.items()}
-
-
-def _find_obstacle(model: nn.Module) -> str:
-    """Why the steps of a model cannot be recorded; empty if they can."""
-    modules, reasons = list(model.modules()), techniques_of(model).find_obstacles()
-    if reasons:
-        return "; ".join(reasons)
-    if any(getattr(module, "layerdrop", 0.0) for module in modules):
-        return "layers are dropped at random, by the host"
-    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
-        return "layers are recomputed with a state of the random numbers that the host keeps"
-    return ""
+        return loss

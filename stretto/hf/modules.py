@@ -108,10 +108,13 @@ def is_touched(module: nn.Module) -> bool:
     """Whether others look at its calls, or have put their own function in the place of `forward`: hooks of the user, of
     FSDP, of Accelerate's offloading. They must find the module called as it always was."""
     own = module.__dict__
-    hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"])
-    if any(hooks) and any(_origin(hook) != CAPTURE for some in hooks for hook in some.values()):
+    if "forward" in own:
         return True
-    return "forward" in own
+    # Every module of a layer is asked in every step.
+    if not (own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]):
+        return False
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(_origin(hook) != CAPTURE for name in names for hook in own[name].values())
 
 
 def is_watched(module: nn.Module) -> bool:

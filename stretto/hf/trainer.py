@@ -3,6 +3,7 @@
 What changes, and nothing else does:
 
     model      goes through `stretto.accelerate`, unless it has been already
+    updates    are launched as one where that is possible (update.py); the log says why where it is not
     optimizer  torch's AdamW becomes FlatAdamW, with the same groups, one launch and clipping inside the update; weights
                in bf16 are then the upper halves of exact fp32 weights
     schedules  of techniques follow its steps
@@ -14,7 +15,8 @@ before the model sees them; so the Trainer says what logits are wanted for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,23 +32,36 @@ from stretto.convert.families import FAMILIES, convert_config
 from stretto.errors import ConfigError
 from stretto.flops import training_flops
 from stretto.hf.acceleration import accelerate, gates_of, is_accelerated, set_step, techniques_of
-from stretto.hf.defer import logits_wanted_for_loss
+from stretto.hf.defer import is_planned, logits_wanted_for_loss
 from stretto.hf.unpad import has_labels_on_padding
+from stretto.hf.update import Update, can_record, find_obstacle
 from stretto.optim import FlatAdamW
 from stretto.report import Meter
 
 if find_spec("accelerate") is None:
     raise ImportError("stretto.hf.Trainer needs the package `accelerate`, as transformers' own does: pip install "
                       '"stretto[hf]"')  # fmt: skip
+log = logging.getLogger(__name__)
+ITEMS = "num_items_in_batch"  # its name among the inputs of a batch
+REPLAYED = (  # what graphs are replayed instead of
+    "training_step", "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
+    "_prepare_inputs", "_prepare_input", "_clip_grad_norm", "_get_grad_norm",
+)  # fmt: skip
 
 
 class Trainer(transformers.Trainer):
     """transformers.Trainer, faster. To be mixed with another subclass of it, this one goes first."""
 
+    update: Update | None = None  # what makes whole updates in this training; None: they run as theirs
+    obstacle = "there is no training"  # why they do
+    opened = False  # whether `update` is decided
+    filters = False  # whether losses that are not finite are left out of what is logged here, and not by theirs
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         model = _accelerate_once(self.model)
         self.meter = SpeedMeter(model, self.accelerator.device, self.accelerator.num_processes)
+        self.operations: dict[Any, Any] = {}  # floating-point operations, by shape of the batch
         if techniques_of(model).gaps and self.args.ddp_find_unused_parameters is None:
             self.args.ddp_find_unused_parameters = True
             if self.accelerator.ddp_handler is not None:  # which was given the argument as it was
@@ -71,34 +86,130 @@ class Trainer(transformers.Trainer):
         finally:
             self.optimizer_cls_and_kwargs = given
 
+    def get_train_dataloader(self) -> Any:
+        """Batches that are planned stay on the CPU until then: to look at them there is not to wait for the device."""
+        loader = super().get_train_dataloader()
+        self.update, self.opened, self.obstacle = None, False, self._find_obstacle()
+        if not self.obstacle:
+            loader.device = None
+        return loader
+
+    def _find_obstacle(self) -> str:
+        """Why updates cannot be recorded; empty if they can."""
+        args: Any = self.args
+        model: Any = self.model
+        if not can_record(args.device):
+            return "the model is not on a GPU"
+        reasons = {
+            "there are several processes or devices": args.world_size > 1 or args.n_gpu > 1 or self.is_model_parallel,
+            "FSDP or DeepSpeed shards the model": self.is_fsdp_enabled or self.is_deepspeed_enabled,
+            "the loss is scaled, for fp16": self.accelerator.scaler is not None,
+            "the model is compiled": args.torch_compile,
+            "layers are recomputed": args.gradient_checkpointing,
+            "torch_empty_cache_steps empties the cache inside of steps": args.torch_empty_cache_steps is not None,
+            "compute_loss_func is a function of your own": self.compute_loss_func is not None,
+            "gaps change between batches that are added up": techniques_of(model).gaps and self._adds_up(),
+        }
+        own = next((name for name in REPLAYED if self._is_own(name)), None)
+        seen = next((type(each).__name__ for each in self.callback_handler.callbacks if _looks_inside(each)), None)
+        reasons |= {f"{own} is a method of your own": own, f"{seen} looks at gradients": seen}
+        return next((reason for reason, holds in reasons.items() if holds), "") or find_obstacle(model)
+
+    def _adds_up(self) -> bool:
+        return self.args.gradient_accumulation_steps > 1
+
+    def _is_own(self, name: str) -> bool:
+        """Whether somebody has put another method there than Stretto and transformers."""
+        kinds = [kind.__module__ for kind in type(self).__mro__ if name in vars(kind)]
+        return name in vars(self) or not all(kind.startswith(("stretto.hf.", "transformers.")) for kind in kinds)
+
+    def _open_update(self, model: nn.Module) -> Update | None:
+        """Called with the first batch, when the optimizer is known, and whether the model is wrapped."""
+        optimizer = getattr(self.optimizer, "optimizer", None)
+        if not self.obstacle and model is not self.model:
+            self.obstacle = f"{type(model).__name__} is around the model"
+        if self.obstacle or not isinstance(optimizer, ScheduledAdamW):
+            log.info("CUDA graphs: off: %s", self.obstacle or "the optimizer is not Stretto's")
+            return None
+        if self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss"):  # for theirs the host waits in each step
+            self.filters, self.args.logging_nan_inf_filter = True, False
+        return Update(model, optimizer, self.args.max_grad_norm, self._backpropagate, "", self._adds_up())
+
+    def _backpropagate(self, inputs: dict[str, Any]) -> Tensor:
+        model: Any = self.model
+        return super().training_step(model, inputs, inputs.pop(ITEMS, None))
+
+    def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
+        """They travel with the batch."""
+        return super()._get_num_items_in_batch(batches, device if self.obstacle else torch.device("cpu"))
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        share, state = 1 / self.current_gradient_accumulation_steps, self.state
+        set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
+        self.meter.count(inputs)
+        if not self.opened:
+            self.update, self.opened = self._open_update(model), True
+        if self.update is None:
+            return super().training_step(model, inputs, num_items_in_batch, *args, **kwargs)
+        return self._train(self.update, inputs, num_items_in_batch)
+
+    def _train(self, update: Update, inputs: dict[str, Any], items: Any) -> Tensor:
+        """The update is made together with the last batch's passes, with the rates and limits of now; what theirs calls
+        for it afterwards finds it done."""
+        if not update.model.training:
+            update.model.train()
+        share = {"share": self.current_gradient_accumulation_steps}
+        batch = update.plan(dict(inputs), {} if items is None else {ITEMS: torch.as_tensor(items)}, share)
+        last = self.accelerator.sync_gradients
+        loss = update.run(batch, self.state.global_step, last)
+        update.optimizer.done = last  # type: ignore[attr-defined]
+        if not self.filters:
+            return loss
+        usual = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, usual)
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Is called by theirs before a step."""
+        if self.update is not None:
+            return self.update.norm
         optimizer = getattr(self.optimizer, "optimizer", None)  # accelerate's wrapper holds it
         if not isinstance(optimizer, FlatAdamW):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         self.accelerator.unscale_gradients()
         return optimizer.clip(self.args.max_grad_norm)
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Is called by theirs where there is no limit, too."""
+        return self.update.norm if self.update is not None else super()._get_grad_norm(model, grad_norm)  # type: ignore
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         outside = self.label_smoother is not None or self.compute_loss_func is not None
         if not outside or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
         mask = inputs.get("decoder_attention_mask" if self.meter.pairs else "attention_mask")
-        padded = bool(has_labels_on_padding(inputs["labels"], mask))
+        padded = not is_planned() and bool(has_labels_on_padding(inputs["labels"], mask))
         # DistributedDataParallel looks for the weights that outputs depend on: it must find a history there.
         lazy = model is self.model and model.training and torch.is_grad_enabled()
         with logits_wanted_for_loss(lazy, rectangle=padded):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        share, state = 1 / self.current_gradient_accumulation_steps, self.state
-        set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
-        self.meter.count(inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """As theirs, which goes through all parameters: once for each shape of batch."""
+        shape = tuple((name, value.shape) for name, value in inputs.items() if isinstance(value, Tensor))
+        if shape not in self.operations:
+            self.operations[shape] = super().floating_point_ops(inputs)
+        return self.operations[shape]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.meter.restart()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.update = None  # and with it the memory of graphs
+            if self.filters:
+                self.filters, self.args.logging_nan_inf_filter = False, True
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.meter.paused():
@@ -127,11 +238,29 @@ class ScheduledAdamW(FlatAdamW):
     """FlatAdamW whose learning rates stay numbers on the host, for torch's schedulers and for logs: to read one from
     the device is to wait for it."""
 
+    taken: Sequence[float] = ()  # rates that kernels read
+    done = False  # whether the update that theirs will ask for is made already
+
     def take_rates(self) -> None:
         numbers = [group["lr"] for group in self.param_groups]
+        for group, views, number, before in zip(self.param_groups, self._rates, numbers, self.taken, strict=False):
+            group["lr"] = views["lr"] if number == before else number  # a view is not taken again
         super().take_rates()
         for group, number in zip(self.param_groups, numbers, strict=True):
             group["lr"] = number
+        self.taken = numbers
+
+    def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
+        if not self.done:
+            return super().step(closure)
+        self.done = False
+        return None
+
+
+def _looks_inside(callback: transformers.TrainerCallback) -> bool:
+    """Whether a callback is called between a backward pass and the end of the update."""
+    names = ("on_pre_optimizer_step", "on_optimizer_step")
+    return any(getattr(type(callback), name) is not getattr(transformers.TrainerCallback, name) for name in names)
 
 
 class SummedSmoother(LabelSmoother):

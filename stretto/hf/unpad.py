@@ -475,8 +475,8 @@ def attention(
         and value.shape[-1] == query.shape[-1]
         and others.get("softcap") is None
     ):
-        queries = dense_layout(rows, length, device=query.device)
-        keys = queries if length == others_length else dense_layout(rows, others_length, device=query.device)
+        queries = _lay_out(rows, length, query.device)
+        keys = queries if length == others_length else _lay_out(rows, others_length, query.device)
     else:
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **others
@@ -485,6 +485,17 @@ def attention(
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     out = attend(q, k, _let_go(v, k), queries, keys, causal, dropout, bias, scale=scaling)
     return out.view(rows, length, *out.shape[1:]), None
+
+
+def _lay_out(rows: int, length: int, device: torch.device) -> Layout:
+    """The same for all layers of a call."""
+    call = None if torch.compiler.is_compiling() else current_call()
+    if call is None:
+        return dense_layout(rows, length, device=device)
+    found = call.dense.get((rows, length))
+    if found is None or found.offsets.device != device:
+        found = call.dense[rows, length] = dense_layout(rows, length, device=device)
+    return found
 
 
 def _let_go(value: Tensor, key: Tensor) -> Tensor:

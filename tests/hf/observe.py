@@ -56,8 +56,8 @@ def replay_and_compare(
     found = []
     for recorded in (False, True):
         step, losses = make_step(), []
-        assert isinstance(step.executor, Recorded)
-        step.executor = step.executor if recorded else step.eager
+        assert isinstance(step.update.executor, Recorded)
+        step.update.executor = step.update.executor if recorded else step.update.eager
         for i, batch in enumerate(batches):
             torch.manual_seed(i)
             losses.append(step({n: t.bfloat16() if t.is_floating_point() else t for n, t in batch.items()}))

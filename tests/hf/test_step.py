@@ -13,8 +13,9 @@ import stretto.hf.unpad
 from stretto.graphs import Recorded
 from stretto.hf.acceleration import outermost
 from stretto.hf.find import argument_names, pad_id
-from stretto.hf.loop import Step, plan
+from stretto.hf.loop import Step
 from stretto.hf.unpad import get_to_know
+from stretto.hf.update import plan
 from stretto.optim import FlatAdamW, clip_gradients
 from tests.hf.families import FAMILIES, Batch, accelerated, build, draw_batch
 from tests.hf.observe import replay_and_compare
@@ -78,7 +79,7 @@ def test_filler_is_behind_the_real_tokens(family: str) -> None:
     planned = plan(batch, model, tried)
     assert planned is not None
     known = get_to_know(batch, argument_names(model), pad_id(model))
-    assert known.labels <= planned.labels <= planned.positions == batch["labels"].numel()
+    assert known.labels <= planned.labels <= planned.positions == planned.inputs["labels"].numel()
     for (_, exact), facts in zip(known.masks, planned.masks.values(), strict=True):
         assert exact.tokens <= facts.tokens <= exact.tokens + planned.fillers * facts.longest
 
@@ -194,7 +195,7 @@ def test_autograd_hears_of_every_update_once() -> None:
         if early is not None:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 early.backward()
-    assert not isinstance(step.executor, Recorded) or step.executor.whole.recordings
+    assert not isinstance(step.update.executor, Recorded) or step.update.executor.whole.recordings
 
 
 @pytest.mark.gpu

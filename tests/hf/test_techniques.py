@@ -27,9 +27,10 @@ from stretto.config import LayerDropConfig, ModelConfig, StandardizeConfig
 from stretto.errors import ConfigError
 from stretto.flops import training_flops
 from stretto.hf.acceleration import gates_of, outermost, techniques_of
-from stretto.hf.loop import Step, _find_obstacle, plan
+from stretto.hf.loop import Step
 from stretto.hf.techniques import Gate
 from stretto.hf.trainer import SpeedMeter, Trainer, find_counterpart
+from stretto.hf.update import find_obstacle, plan
 from stretto.ops.affine import standardization_loss
 from stretto.optim import FlatAdamW
 from stretto.techniques.layer_drop import LayerDrop
@@ -529,8 +530,8 @@ def test_a_recorded_update_is_one_of_its_pattern() -> None:
     model = make_both("gpt2")
     step = Step(model, FlatAdamW(model.parameters(), lr=0.0))
     seen: list[Any] = []
-    learn = step.learn
-    step.learn = lambda batch: seen.append(batch) or learn(batch)  # type: ignore[method-assign]
+    learn = step.update.learn
+    step.update.learn = lambda batch: seen.append(batch) or learn(batch)  # type: ignore[method-assign]
     for _ in range(6):
         step(draw("gpt2"))
     shapes = {shape_of(planned): str(planned.pattern) for planned in seen}
@@ -575,8 +576,8 @@ def test_the_meter_counts_the_work_that_was_done() -> None:
 
 def test_what_cannot_be_recorded_is_said() -> None:
     model = accelerated("gpt2", make=build_deep, layer_drop=HALF | {"sampling": "bernoulli"})
-    assert "'bernoulli' has too many patterns to record" in _find_obstacle(model)
-    assert _find_obstacle(make_both("gpt2")) == ""
+    assert "'bernoulli' has too many patterns to record" in find_obstacle(model)
+    assert find_obstacle(make_both("gpt2")) == ""
 
 
 @pytest.mark.gpu

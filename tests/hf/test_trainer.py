@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from torch import Tensor, nn
+from torch import Tensor
 
 import stretto
 import stretto.hf.defer
@@ -26,28 +26,11 @@ from stretto.hf.loop import DataCollator
 from stretto.hf.trainer import ScheduledAdamW, Seq2SeqTrainer, SpeedMeter, Trainer, count_batch, find_counterpart
 from stretto.ops.cross_entropy import linear_cross_entropy
 from tests.hf.families import VOCAB, build
-from tests.hf.trainers import draw_samples, make
+from tests.hf.trainers import add_dropout, assert_same_way, draw_samples, history, make, train_both
 
 Sample = dict[str, Any]
 MODELS = ["bert-classes", "gpt2", "marian"]
 pytestmark = pytest.mark.usefixtures("fresh_accelerator")
-
-
-def history(trainer: Any, key: str = "loss") -> Tensor:
-    return torch.tensor([line[key] for line in trainer.state.log_history if "loss" in line])
-
-
-def assert_same_way(ours: Any, theirs: Any, tolerance: float = 2e-4) -> None:
-    """Where there is no limit, theirs may have no norm."""
-    for key in {"loss", "grad_norm", "learning_rate"} & theirs.state.log_history[0].keys():
-        torch.testing.assert_close(history(ours, key), history(theirs, key), rtol=tolerance, atol=tolerance)
-
-
-def train_both(family: str, folder: Path, others: Any = (), **options: Any) -> tuple[Any, Any]:
-    trainers = [make(kind, family, folder, others=others, **options) for kind in (Trainer, hf.Trainer)]
-    for trainer in trainers:
-        trainer.train()
-    return trainers[0], trainers[1]
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -149,13 +132,6 @@ def test_losses_need_no_logits(smoothing: float, tmp_path: Path) -> None:
     samples = draw_samples("gpt2")  # an epoch
     predicted = sum(len(sample["input_ids"]) - 1 for sample in samples)
     assert len(rows) == 6 and predicted <= sum(rows) <= predicted + len(samples)  # first tokens are labels too
-
-
-def add_dropout(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.1
-    return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.hf.loop import DataCollator
 from stretto.hf.trainer import Trainer
@@ -50,3 +50,27 @@ def make(kind: Any, model: str | nn.Module, folder: Path, family: str = "", othe
         eval_dataset=samples[:10],
         **{"data_collator": DataCollator(1)} | dict(others),
     )
+
+
+def history(trainer: Any, key: str = "loss") -> Tensor:
+    return torch.tensor([line[key] for line in trainer.state.log_history if "loss" in line])
+
+
+def assert_same_way(ours: Any, theirs: Any, tolerance: float = 2e-4) -> None:
+    """Where there is no limit, theirs may have no norm."""
+    for key in {"loss", "grad_norm", "learning_rate"} & theirs.state.log_history[0].keys():
+        torch.testing.assert_close(history(ours, key), history(theirs, key), rtol=tolerance, atol=tolerance)
+
+
+def add_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+def train_both(family: str, folder: Path, others: Any = (), **options: Any) -> tuple[Any, Any]:
+    trainers = [make(kind, family, folder, others=others, **options) for kind in (Trainer, hf.Trainer)]
+    for trainer in trainers:
+        trainer.train()
+    return trainers[0], trainers[1]
