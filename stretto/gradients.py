@@ -109,19 +109,21 @@ class Static(Gradients):
         self.group = group
         self.flats: list[Tensor] = []
         self.places: list[tuple[nn.Parameter, Tensor]] = []
+        self.unplaced: list[nn.Parameter] = []
 
     def attach(self) -> None:
         for p, place in self.places:
             p.grad = place
 
     def settle(self) -> None:
-        """What the very first backward pass has made moves into place; parameters without a gradient then are taken to
-        be unused, and never get a place."""
+        """What the very first backward pass has made moves into place. Parameters without a gradient then never get a
+        place: what later passes give them goes with the update."""
         if not self.flats:
             self.gather()
 
     def gather(self) -> None:
         grads: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        self.unplaced = [p for p in self.parameters if p.grad is None]
         for p in self.parameters:
             if p.grad is not None:
                 grads[p.grad.dtype].append((p, p.grad))
@@ -156,6 +158,8 @@ class Static(Gradients):
     def zero(self, optimizer: torch.optim.Optimizer) -> None:
         for flat in self.flats:
             flat.zero_()
+        for p in self.unplaced:
+            p.grad = None
 
     def release(self) -> None:
         for p in self.parameters:

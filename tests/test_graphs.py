@@ -508,3 +508,17 @@ def test_batches_of_one_shape(name: str) -> None:
         assert wanted is None or (torch.equal(mine, wanted) and mine is not first)
     if own.inputs is not None and other.inputs is not None:
         assert torch.equal(own.inputs.ids, other.inputs.ids) and not torch.equal(own.inputs.ids, one.inputs.ids)  # type: ignore[union-attr]
+
+
+def test_static_gradients_of_parameters_that_are_used_later_go_with_the_update() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    gradients, rule = Static(model), torch.optim.SGD(model.parameters())
+    for used in (model[:1], model, model[:1]):
+        for each in used:
+            each(torch.ones(1, 2)).sum().backward()
+        gradients.settle()
+        assert all(
+            (p.grad is None) == (each not in used) for each in model for p in each.parameters() if each is model[1]
+        )
+        gradients.zero(rule)
+    assert model[1].weight.grad is None and not model[0].weight.grad.any()
