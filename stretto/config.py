@@ -627,6 +627,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = text  # an unquoted string, which shells make hard to quote
     target: Any = tree
     for depth, section in enumerate(sections, 1):
+        if target.get(section) is True:  # it is on, with its defaults
+            target[section] = {}
         target = target.setdefault(section, {})
         if not isinstance(target, dict):
             here = ".".join(sections[:depth])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.config import PRESETS, Config, build_config, dump_config, load_config
+from stretto.config import PRESETS, Config, LayerDropConfig, build_config, dump_config, load_config
 from stretto.errors import ConfigError
 from stretto.recipes import find_recipe, list_recipes
 
@@ -77,6 +77,12 @@ def test_set_overrides_one_key(tmp_path: Path, text: str, value: object) -> None
     (tmp_path / "r.toml").write_text("[train]\nsteps = 5\n")
     config = load_config(tmp_path / "r.toml", [f"{section}.{key}={text}"])
     assert getattr(getattr(config, section), key) == value
+
+
+def test_set_changes_an_option_of_what_is_on(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("[techniques]\nfused = true\nlayer_drop = true\n")
+    config = load_config(tmp_path / "r.toml", ["techniques.layer_drop.theta=0.7"])
+    assert config.techniques.layer_drop == LayerDropConfig(theta=0.7)
 
 
 @pytest.mark.parametrize("override", ["steps=3", "train.steps", "=3", ".=3"])

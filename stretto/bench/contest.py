@@ -109,8 +109,9 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
     """Writes the contestant's recipe."""
     stem = out / name / contestant.replace(" ", "-")
     make_folder("--out", stem.parent)
-    # The others use no techniques, and train.graphs is an option of our own training loop alone.
-    foreign = {"stretto": (), "stretto fp8": (), "stretto hf": ("train.graphs",)}.get(
+    # The others use no techniques, and train.graphs is an option of our own training loop alone. Options of 8-bit
+    # products are for the contestant that has them.
+    foreign = {"stretto": ("techniques.fp8.",), "stretto fp8": (), "stretto hf": ("train.graphs",)}.get(
         contestant, ("techniques.", "train.graphs")
     )
     overrides = [override for override in overrides if not override.startswith(foreign)]

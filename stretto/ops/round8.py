@@ -141,11 +141,11 @@ def _round_first(y, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 @jit
 def _narrow(x, scale, LARGEST: tl.constexpr):
     y = x * tl.div_rn(1.0, scale)
+    y = tl.where(y > LARGEST, LARGEST, y)  # NaN stays; the cast clamps in some versions of Triton only
+    y = tl.where(y < -LARGEST, -LARGEST, y)
     y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
     FORMAT: tl.constexpr = tl.float8e4nv if LARGEST == 448 else tl.float8e5
-    if EMULATE:  # a GPU's cast clamps by itself
-        y = tl.where(y > LARGEST, LARGEST, y)  # NaN stays
-        y = tl.where(y < -LARGEST, -LARGEST, y)
+    if EMULATE:
         y = _round_first(y, 3, -6) if LARGEST == 448 else _round_first(y, 2, -14)
         bits = tl.where(y == y, y.to(FORMAT).to(tl.uint8, bitcast=True), 0x7F)
         return bits.to(tl.uint8).to(FORMAT, bitcast=True)

@@ -150,6 +150,11 @@ def test_techniques_are_for_those_who_have_them(name: str, tmp_path: Path) -> No
     assert isinstance(fused, FusedConfig) and fused.moments == "bf16" if ours else fused is None
 
 
+def test_options_of_8_bit_products_are_for_their_contestant(tmp_path: Path) -> None:
+    plain, eight = (resolve(name, ["techniques.fp8.head=true"], tmp_path) for name in ("stretto", "stretto fp8"))
+    assert plain.techniques.fp8 is None and eight.techniques.fp8 is not None and eight.techniques.fp8.head
+
+
 def test_only_stretto_asks_for_graphs_and_only_on_a_gpu(tmp_path: Path) -> None:
     for name in CONTESTANTS:
         asked = [contest.make_recipe(WORKLOADS[NAME], name, graphs)["train"].get("graphs") for graphs in (True, False)]
