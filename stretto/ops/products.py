@@ -226,5 +226,7 @@ def split_rows(
     they are copies, so that nothing keeps rows alive that nobody needs."""
     if gradient is None:
         return [None] * len(dtypes)
+    if len(rows) == 1:  # as in most layers: to cut off nothing takes the host a while, too
+        return [gradient.to(dtypes[0]) if needed[0] else None]
     some = zip(gradient.split(list(rows)), dtypes, needed, strict=True)
     return [part.to(dtype, copy=not all(needed)) if need else None for part, dtype, need in some]
