@@ -56,16 +56,29 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None, ow
             f"{folder} has a model that was given in Python, {config.model.own}: only Python can load it, by"
             " stretto.load(run, model=...)"
         )
-    step = _find_step(folder / "checkpoints", step)
+    checkpoints, wanted = folder / "checkpoints", step
+    step = _find_step(checkpoints, wanted)
     require_room_for_weights(config.model, total_memory(device))
     model = build_model(config.model) if own is None else cast(Model, own)
     for technique in find_changes(config, device):
         technique.apply(model, sites(model))
     model = (model.to_empty(device=device) if own is None else model.to(device)).eval()
-    checkpoint.restore_weights(model, checkpoint.open_stored(folder / "checkpoints", step))
+    while not _restore(model, checkpoints, step):
+        step = _find_step(checkpoints, wanted)
     without = config.data.task == "images" or (config.data.own and not (folder / "data" / "tokenizer.json").exists())
     tokenizer = None if without else load_tokenizer(folder / "data")
     return Trained(config, model, step, tokenizer, _load_labels(folder / "labels.json"), device)
+
+
+def _restore(model: Model, checkpoints: Path, step: int) -> bool:
+    """Whether the weights are those of that step: a run that goes on may have deleted its checkpoint meanwhile."""
+    try:
+        checkpoint.restore_weights(model, checkpoint.open_stored(checkpoints, step))
+    except CheckpointError:
+        if (checkpoints / name_step(step)).exists():
+            raise
+        return False
+    return True
 
 
 def _load_labels(path: Path) -> tuple[str, ...]:

@@ -303,6 +303,8 @@ def test_a_run_resumes_exactly_evaluates_and_folds(make_config: MakeConfig, tmp_
     assert not any(isinstance(module, nn.LayerNorm | Affine) for module in trained.model.modules())
     assert trained.config.techniques.standardize is None and trained.config.model.norm == "none"
     assert measure(tmp_path / "folded", beam=1)["eval_loss"] == pytest.approx(scores["eval_loss"], abs=1e-5)
+    with pytest.raises(CheckpointError, match=r"holds a model alone, by `stretto export --fold`: it cannot go on"):
+        train(trained.config, resume=True)
     assert exit_code("export", str(folder), str(tmp_path / "theirs"), "--to", "hf") == ConfigError.exit_code
 
 

@@ -15,6 +15,7 @@ from stretto.data.tokenizer import (
     ByteTokenizer,
     Store,
     Tokenizer,
+    _cut_words,
     choose_tokenizer,
     keep_tokenizer,
     train_bpe,
@@ -147,3 +148,11 @@ def test_pieces_that_are_special_never_come_from_text(tmp_path: Path) -> None:
     assert tokenizer.eos not in tokenizer.encode("a</s>b<pad>") and tokenizer.pad not in tokenizer.encode("<pad>")
     assert tokenizer.decode(tokenizer.encode("ab")).replace(" ", "") == "ab"
     assert 2 in tokenizer.encode("Z"), "what is unknown stays unknown"
+
+
+def test_words_without_an_end_are_cut() -> None:
+    """The library's time grows with the square of a word's length, and no signal is heard meanwhile."""
+    text = "a few words, and " + "x" * 5000 + " one more"
+    (cut,) = _cut_words([text])
+    assert cut.replace("\n", "") == text and max(map(len, cut.split())) == 1024
+    assert list(_cut_words(["x" * 1024, "two words"])) == ["x" * 1024, "two words"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import stretto.trained
 from stretto.config import dump_config, load_config
 from stretto.errors import CheckpointError, DataError
 from stretto.evaluate import measure
@@ -250,3 +251,14 @@ def test_damaged_names_of_classes_are_an_error(run: Path, content: str) -> None:
     (run / "labels.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"labels\.json is not a list of class names"):
         load_trained(run, CPU)
+
+
+@pytest.mark.fault("X5")
+def test_a_checkpoint_that_goes_before_it_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on deletes what retention no longer wants; what it has kept is taken then."""
+    choices, find = iter([9]), stretto.trained._find_step
+    monkeypatch.setattr(stretto.trained, "_find_step", lambda *args: next(choices, 0) or find(*args))
+    assert load_trained(run, CPU).step == find(run / "checkpoints", None)
+    choices = iter([9])
+    with pytest.raises(CheckpointError, match=r"step 9 of .* cannot be used"):
+        load_trained(run, CPU, step=9)
