@@ -238,7 +238,8 @@ def bench(
     against: Annotated[
         str,
         typer.Option(
-            help="fp8: Stretto with products of 8 bits; hf: Hugging Face's model by stretto.accelerate; plain: Stretto "
+            help="fp8: Stretto with products of 8 bits; hf: Hugging Face's model by stretto.accelerate, "
+            "hf-fp8: with products of 8 bits, too; plain: Stretto "
             "without techniques, compiled; eager, compile, graphs: Hugging Face's model as it is; liger: with "
             "Liger-Kernel's modules; checkpoint: layers computed again; '': nobody"
         ),

@@ -35,7 +35,8 @@ from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.step import Update
 from stretto.techniques import load_all
-from stretto.techniques.technique import At, Context, Estimate, Foreign, Sites, Switch, Technique
+from stretto.techniques.foreign import Foreign, Switch
+from stretto.techniques.technique import At, Context, Estimate, Sites, Technique
 from stretto.train import train
 from stretto.trained import load_trained
 from tests.runs import MakeConfig, explain_graphs, losses

@@ -35,10 +35,16 @@ from stretto.report.style import EVAL, INK, STYLE, TRAIN
 from stretto.runtime import Runtime, choose_device, describe_environment
 
 LIMIT_S = 1800.0  # a contestant that takes longer is stopped
-FUSED = ("stretto", "stretto fp8", "stretto hf")
+ACCELERATED = ("stretto hf", "stretto hf fp8")
+FUSED = ("stretto", "stretto fp8", *ACCELERATED)
 OFF = {section.name: False for section in fields(TechniquesConfig)}
 LEARNING_RATE = 1e-4  # low enough for every model to stay finite on random data
-NEED_GPU = {"stretto fp8": "8-bit products", "hf graphs": "CUDA graphs", "hf liger": "Liger's kernels"}
+NEED_GPU = {
+    "stretto fp8": "8-bit products",
+    "stretto hf fp8": "8-bit products",
+    "hf graphs": "CUDA graphs",
+    "hf liger": "Liger's kernels",
+}
 TINY = "On a CPU: tiny models and batches instead of the named ones. These numbers say nothing about a GPU."
 
 Result = Mapping[str, Any]  # numbers, or {"failed": reason}, or {"skipped": reason}
@@ -98,7 +104,8 @@ def run_bench(names: Sequence[str], against: Sequence[str], overrides: Sequence[
 
 
 def choose_contestants(against: Sequence[str]) -> list[str]:
-    names = {word: f"stretto {word}" for word in ("fp8", "hf", "plain")} | {mode: f"hf {mode}" for mode in MODES}
+    own = {"fp8": "stretto fp8", "hf": "stretto hf", "hf-fp8": "stretto hf fp8", "plain": "stretto plain"}
+    names = own | {mode: f"hf {mode}" for mode in MODES}
     unknown = [word for word in against if word not in names]
     if unknown:
         raise ConfigError(f"--against {unknown[0]}: must be some of {', '.join(names)}, with commas between them")
@@ -111,7 +118,7 @@ def prepare(name: str, contestant: str, overrides: Sequence[str], out: Path) -> 
     make_folder("--out", stem.parent)
     # The others use no techniques, and train.graphs is an option of our own training loop alone. Options of 8-bit
     # products are for the contestant that has them.
-    foreign = {"stretto": ("techniques.fp8.",), "stretto fp8": (), "stretto hf": ("train.graphs",)}.get(
+    foreign = {"stretto": ("techniques.fp8.",), "stretto fp8": (), **dict.fromkeys(ACCELERATED, ("train.graphs",))}.get(
         contestant, ("techniques.", "train.graphs")
     )
     overrides = [override for override in overrides if not override.startswith(foreign)]
@@ -144,7 +151,7 @@ def make_recipe(workload: Workload, contestant: str, graphs: bool = False) -> di
             recipe["techniques"] |= {"fused": small, "lean": {"norms": "input"}}
         if contestant == "stretto fp8":
             recipe["techniques"] |= {"fp8": True}
-        recipe["train"] = {"graphs": "on" if graphs and contestant != "stretto hf" else "off"}
+        recipe["train"] = {"graphs": "on" if graphs and contestant not in ACCELERATED else "off"}
     return recipe
 
 

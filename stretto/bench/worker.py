@@ -51,7 +51,7 @@ def run(workload_name: str, name: str, steps: int, recipe: Path) -> dict[str, An
         counts: list[Counts] = []  # of "stretto hf" none: it has all padding outside of layers, hardly any inside
         if name.startswith("hf "):
             counts = [peers.count(draw, config.model) for draw in draws]
-        elif name != "stretto hf":
+        elif not name.startswith("stretto hf"):
             counts = [form(draw, config).counts for draw in draws]
         filler = sum(c.padding for c in counts) / sum(c.all_slots for c in counts) if counts else None
         return measure(contestant, count_work(config, draws, rt), steps, rt.device, precision) | {"filler": filler}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,10 +27,23 @@ from stretto.hf import find, modules, unpad
 from stretto.hf.defer import UNTRIED, Call, Request, Tried, calling
 from stretto.hf.find import NAME, Site, Stack, argument_names, find_activation, find_owners
 from stretto.hf.modules import Parts, is_touched
-from stretto.hf.techniques import Gate, Handles, Keeping, SwitchedLayer
-from stretto.hf.trial import ROUGH, Journal, Stage, Unit, checked_indices, find_stand_ins, judge_kinds, kind_of
+from stretto.hf.techniques import Gate, Giving, Handles, Keeping, SwitchedLayer
+from stretto.hf.trial import (
+    ROUGH,
+    Journal,
+    Result,
+    Stage,
+    Unit,
+    checked_indices,
+    find_difference,
+    find_stand_ins,
+    judge_kinds,
+    kind_of,
+)
 from stretto.hf.unpad import Outside, Seat
+from stretto.ops.products import Product
 from stretto.techniques import Techniques, open_outside
+from stretto.techniques.foreign import Layer
 from stretto.techniques.technique import Context
 
 log = logging.getLogger(__name__)
@@ -71,6 +84,7 @@ class Record:
     seats: dict[PreTrainedModel, Seat] = field(default_factory=dict)  # one for every PreTrainedModel
     techniques: Techniques = field(default_factory=Techniques)
     gates: dict[str, dict[nn.Module, Gate]] = field(default_factory=dict)  # gates of layers, by the name of the stack
+    step: int | None = None  # number of the update that runs, where that was said
 
 
 def accelerate(
@@ -136,8 +150,13 @@ def set_step(
     steps   number of updates, if `accelerate` was not told
     scaler  scaler of the loss, in fp16
     """
-    techniques = _find_record(model).techniques
-    known = {"steps": steps} if steps else {}
+    record = _find_record(model)
+    techniques, known = record.techniques, {"steps": steps} if steps else {}
+    if record.step is not None:
+        techniques.end(record.step)
+        for note in techniques.take_notes():
+            log.warning("%s", note)
+    record.step = step
     techniques.set_context(device=next(model.parameters()).device, **known)
     techniques.begin(step, share, scaler)
 
@@ -212,6 +231,7 @@ class Exchanges:
         self.inside = {m: set(m.modules()) for m in self.models}
         self.seats = {m: replace(options, around=self._find_around(m), kin=frozenset(self.models)) for m in self.models}
         self.stage = Stage(self.model, [stack.layers for stack in self.stacks])
+        self.lazy_heads: list[nn.Module] = []  # output layers whose logits wait for the loss
 
     def _find_around(self, model: PreTrainedModel) -> frozenset[PreTrainedModel]:
         return frozenset(other for other, inside in self.inside.items() if other is not model and model in inside)
@@ -240,6 +260,8 @@ class Exchanges:
             self._swap_head(m, path, losses[m])
         if self.handles.keeping is not None:
             self._keep_less(self.handles.keeping, [*units.values(), *losses.values()])
+        if self.handles.giving is not None:
+            self._give_products(self.handles.giving, [*units.values(), *losses.values()])
 
     # Before anything is changed
 
@@ -473,6 +495,7 @@ class Exchanges:
 
         if type(model.get_submodule(path)) is nn.Linear:
             _, problem = self.journal.attempt(change, check)
+            self.lazy_heads += [model.get_submodule(path)] if problem is None else []
             self.done.append(Site(f"{self.models[model]}.{outer}".lstrip("."), "loss", head, problem=problem))
 
     # What is kept
@@ -490,6 +513,47 @@ class Exchanges:
         if problem:
             keeping.tell({})
         self.done.append(Site("", "kept", self.model, problem=problem, remark=", less than before"))
+
+    # Products
+
+    def _give_products(self, giving: Giving, units: Sequence[Unit | str]) -> None:
+        """Behind everything else: what was exchanged asks, and so do linear layers that stayed as they were."""
+        names, stayed = {module: name for name, module in self.model.named_modules()}, set[nn.Module]()
+        layers = {names[head]: Layer((head,), False, "head") for head in self.lazy_heads}
+        for stack in self.stacks:
+            for layer in stack.layers:
+                groups = [group for module in layer.modules() for group in modules.find_layers(module)]
+                known = {module for group in groups for module in group}
+                loose = [m for m in layer.modules() if m not in known and type(m) in (nn.Linear, Conv1D)]
+                stayed.update(loose)
+                for group in (*groups, *((module,) for module in loose)):
+                    at_end = layer in (stack.layers[0], stack.layers[-1])
+                    layers[names[group[0]]] = Layer(group, isinstance(group[0], Conv1D), "end" if at_end else "inside")
+
+        def give(products: Mapping[str, Product | str]) -> None:
+            for name, product in products.items():
+                for module in layers[name].modules if isinstance(product, Product) else ():
+                    self.journal.lend(module, "product", product)
+                    if module in stayed:
+                        self.journal.swap(module, modules.AskingLinear)
+
+        def run() -> list[Result]:
+            some = (unit for unit in units if isinstance(unit, Unit))
+            with calling(Call(rectangle=True, lazy=True)):
+                return [self.stage.run(unit.module, unit.inputs, unit.labels, training=True) for unit in some]
+
+        def check() -> str | None:
+            problems = (find_difference(found, plain) for found, plain in zip(run(), before, strict=True))
+            return next(filter(None, problems), None)
+
+        before, mark = run(), self.journal.mark()
+        _, problem = self.journal.attempt(partial(give, dict.fromkeys(layers, Product())), check)
+        self.journal.undo(mark)
+        chosen = dict.fromkeys(layers, problem) if problem else giving.choose(layers)
+        give(chosen)
+        for name, product in chosen.items():
+            why = product if isinstance(product, str) else None
+            self.done.append(Site(name, giving.name, layers[name].modules[0], problem=why))
 
 
 def _find_head(model: PreTrainedModel) -> str | None:

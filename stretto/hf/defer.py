@@ -41,6 +41,7 @@ from stretto.batch import IGNORE, Layout
 from stretto.ops.activation import activate
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys, dropout
+from stretto.ops.products import find_product
 from stretto.techniques import load_all
 
 if TYPE_CHECKING:
@@ -456,7 +457,8 @@ class Logits(Lazy):
             bias = _add_biases(bias, inner.recipe.bias)
         bias = _add_biases(bias, head.bias)  # type: ignore[arg-type]
         weight: Tensor = head.weight  # type: ignore[assignment]
-        return linear_cross_entropy(x, weight, bias, labels, smoothing, ignore=ignore)
+        product = find_product(head)
+        return linear_cross_entropy(x, weight, bias, labels, smoothing, ignore=ignore, product=product)
 
     def compute(self) -> Tensor:
         recipe, call = self.recipe, current_call()

@@ -13,6 +13,7 @@ they are made of. Each reads the same parameters and gives the same result up to
     ResidualNorm         linear layer, dropout, residual add and norm: one product and one pass (BERT's "output")
     DeferringLayer       a layer inside which sums wait for the norm behind them (defer.py)
     DeferringLinear      a linear layer whose bias is added by what follows: an activation, or that norm
+    AskingLinear         a linear layer that asks an object for its products, and else stays what it is
     DeferringActivation  an activation that a layer calls by itself, with the bias before it and the dropout behind it
     JoiningAttention     attention whose query, key and value (JoinedProjection) of one input are one product
     Rotated              attention whose rotary positions are one kernel
@@ -46,7 +47,8 @@ from stretto.ops.language import product_dtype, wide
 from stretto.ops.linear import linear, linears
 from stretto.ops.mlp import activate_linear, mlp
 from stretto.ops.norm import add_norm, norm
-from stretto.techniques.technique import NormRule
+from stretto.ops.products import Product, find_product
+from stretto.techniques.foreign import NormRule
 
 WRAPPERS = {"torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "stretto"}  # whose hooks take any shape
 CAPTURE = "transformers.utils.output_capturing"  # leaves hooks behind once hidden states were asked for: they sleep
@@ -200,7 +202,8 @@ class ActivatedLinear(Recognised):
     def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dense, kind = self.child(self.parts.linears[0]), self.parts.activation
         early, late = (dense.bias, None) if kind == "relu" else (None, dense.bias)  # a sign could turn without a bias
-        y = activate(linear(x.flatten(0, -2), weight_of(dense), early), late, kind, 0.0, None, self.stretto_keep)
+        pre = linear(x.flatten(0, -2), weight_of(dense), early, product_of(dense))
+        y = activate(pre, late, kind, 0.0, None, self.stretto_keep)
         y = normalise(y, self.child(self.parts.norm)) if self.parts.norm else y
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -219,15 +222,18 @@ class WholeMLP(Recognised):
 
     def multiply(self, x: Tensor, bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
         up, down = (self.child(name) for name in self.parts.linears)
-        weights = weight_of(up), up.bias, weight_of(down), bias
-        return mlp(x, *weights, self.parts.activation, p, key, self.stretto_keep)
+        weights, products = (weight_of(up), up.bias, weight_of(down), bias), (product_of(up), product_of(down))
+        return mlp(x, *weights, self.parts.activation, p, key, self.stretto_keep, products)
 
 
 class WholeGatedMLP(WholeMLP):
     def multiply(self, x: Tensor, bias: Tensor | None, p: float, key: Tensor | None) -> Tensor:
         gate, up, down = (self.child(name) for name in self.parts.linears)
         biases = None if gate.bias is None else torch.cat([gate.bias, up.bias])
-        h = linears(x, [weight_of(gate), weight_of(up)])
+        weights, products = [weight_of(gate), weight_of(up)], (product_of(gate), product_of(down))
+        if products != (None, None):
+            return mlp(x, weights, biases, weight_of(down), bias, self.parts.activation, p, key, "product", products)
+        h = linears(x, weights)
         y = activate_linear(h, biases, weight_of(down), self.parts.activation, p, key)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -238,7 +244,7 @@ class ResidualNorm(Recognised):
     def run_parts(self, x: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         dense, norm_module = self.child(self.parts.linears[0]), self.child(self.parts.norm)
         stream = residual.flatten(0, -2)
-        branch = linear(x.flatten(0, -2), weight_of(dense))
+        branch = linear(x.flatten(0, -2), weight_of(dense), None, product_of(dense))
         dtype = norm_dtype(torch.promote_types(branch.dtype, stream.dtype), norm_module.weight)
         y, _ = add_normalised(norm_module, branch.to(dtype), stream.to(dtype), dense.bias, *self.draw(x))
         return y.view(residual.shape)
@@ -271,8 +277,20 @@ class DeferringLinear(nn.Module):
         if current_layer() is None:
             return super().forward(x)
         x = compute(x)
-        y = linear(x.flatten(0, -2), weight_of(self))
+        y = linear(x.flatten(0, -2), weight_of(self), None, product_of(self))
         return Pending(self, y.view(*x.shape[:-1], y.shape[-1]), self.bias)
+
+
+class AskingLinear(nn.Module):
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = product_of(self)
+        if product is None:
+            return super().forward(x)
+        x = compute(x)
+        y = linear(x.flatten(0, -2), weight_of(self), self.bias, product)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class DeferringActivation(nn.Module):
@@ -318,7 +336,8 @@ def project_all(x: Tensor, layers: list[Any]) -> list[Tensor]:
         size //= 2
     weights, biases = ([getattr(layer, name) for layer in layers] for name in ("weight", "bias"))
     rows = compute(x).flatten(0, -2)
-    heads = project_heads(rows, weights, None if biases[0] is None else biases, [width // size for width in widths])
+    parts, product = [width // size for width in widths], product_of(layers[0])
+    heads = project_heads(rows, weights, None if biases[0] is None else biases, parts, product=product)
     return [part.flatten(1).view(*x.shape[:-1], width) for part, width in zip(heads, widths, strict=True)]
 
 
@@ -528,6 +547,23 @@ def _read_norm(module: Any) -> tuple[Tensor, Tensor | None, float, bool]:
     eps = getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
     return module.weight, getattr(module, "bias", None), eps, not isinstance(module, nn.LayerNorm)
+
+
+def product_of(dense: nn.Module) -> Product | None:
+    """How a linear layer multiplies; None: as usual, and as compiled code does."""
+    return None if torch.compiler.is_compiling() else find_product(dense)
+
+
+def find_layers(module: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """The linear layers that a module of ours computes, those together that are one product."""
+    if isinstance(module, DeferringLinear):
+        return [(module,)]
+    if not isinstance(module, Recognised | JoiningAttention):
+        return []
+    layers = [module.get_submodule(name) for name in module.parts.linears]
+    joined = {WholeGatedMLP: 2, JoiningAttention: len(layers)}
+    count = next((count for kind, count in joined.items() if isinstance(module, kind)), 1)
+    return [tuple(layers[:count]), *((layer,) for layer in layers[count:])] if layers else []
 
 
 def weight_of(dense: Any) -> Tensor:

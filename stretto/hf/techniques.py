@@ -1,4 +1,4 @@
-"""What techniques can do in a Hugging Face model, from the outside (`Foreign` in techniques/technique.py).
+"""What techniques can do in a Hugging Face model, from the outside (`Foreign` in techniques/foreign.py).
 
 Switched layers. A layer that is left out gives back the stream as it got it: none of its modules is called. Of one that
 works p of the time, what it adds is multiplied by 1 / p, as a whole: x + (layer(x) - x) / p. Which layers work in an
@@ -10,6 +10,10 @@ Replaced norms. A norm's parameters stay, under a rule of the technique (RuledNo
 told to them before each call of the model around them, by its mask: in packed layers those that the mask keeps,
 elsewhere all of the rectangle but padding. Where a decoder that reads an encoder has no mask, positions without a label
 are padding. Norms in heads stay: a head is given some of the tokens only, and which of them is up to it.
+
+Objects for products. A linear layer that our modules compute asks its attribute `product`; of several layers of one
+input, which are one product, all have the same. That the modules ask it rightly is tried with objects that multiply as
+usual.
 
 Modules that keep less. Each reads an attribute of its own: a norm `from_output`, which its technique goes on setting
 while the model is trained; MLPs and activations `stretto_keep`. WholeGatedMLP keeps no activation in any case.
@@ -34,7 +38,9 @@ from stretto.hf.find import Site, Stack, acts_as_norm, argument_names, find_owne
 from stretto.hf.modules import SAY_STEP, Recognised, RuledNorm, Tokens, hands_on
 from stretto.hf.trial import Journal, judge_kinds, kind_of
 from stretto.memory import Keep
-from stretto.techniques.technique import POST_NORM, R, Switch
+from stretto.ops.products import Product
+from stretto.techniques.foreign import Layer, R, Switch
+from stretto.techniques.technique import POST_NORM
 
 ANOTHER_FUNCTION = ": what save_pretrained writes is another function without it"
 LARGE = 4096.0  # size of the stream on which layers are tried; fp16 holds it
@@ -103,6 +109,14 @@ class Keeping:
         self.tell(norms)
 
 
+@dataclass(frozen=True)
+class Giving:
+    """Objects that layers are to ask for their products."""
+
+    name: str  # of the technique
+    choose: Callable[[Mapping[str, Layer]], Mapping[str, Product | str]]
+
+
 class Handles:
     """What techniques take hold of in one model."""
 
@@ -114,6 +128,7 @@ class Handles:
         self.around: dict[PreTrainedModel, Around] = {}  # tokens of former norms, by the model around these
         self.tokens: dict[nn.Module, Tokens] = {}  # tokens of former norms, by the norm
         self.keeping: Keeping | None = None  # what modules are to keep
+        self.giving: Giving | None = None  # what layers are to multiply by
 
     def use_kernels(self) -> None:
         self.kernels = True
@@ -147,6 +162,10 @@ class Handles:
     def keep_less(self, keep: Keep, activations: str, tell: Callable[[Mapping[str, nn.Module]], None]) -> None:
         """Notes what modules are to keep; `make_all` tells them, when it is known which they are."""
         self.keeping = Keeping(keep, activations, tell)
+
+    def give_products(self, name: str, choose: Callable[[Mapping[str, Layer]], Mapping[str, Product | str]]) -> None:
+        """Notes who chooses; `make_all` asks, when it is known which layers our modules compute."""
+        self.giving = Giving(name, choose)
 
     def replace_norms(self, name: str, build: Callable[[int], R]) -> R:
         """Puts a rule in the place of all norms but those of heads, and finds out which tokens count for each."""

@@ -42,13 +42,17 @@ def can_multiply(recipe: str, out: int, inner: int) -> bool:
 
 
 class Eight(Product):
-    """The products of one layer in 8 bits, by one of RECIPES. It can be switched off, and then multiplies as usual;
-    and watched: then it measures its factors, and compares its gradients with those of factors that were not rounded,
-    for which it keeps these too."""
+    """The products of one layer in 8 bits, by one of RECIPES. It can be switched off, and then multiplies as usual, as
+    it does with fewer tokens than `least` and in other precisions than bf16; and watched: then it measures its factors,
+    and compares its gradients with those of factors that were not rounded, for which it keeps these too."""
 
-    def __init__(self, recipe: str, bounds: Mapping[str, Bound] | None = None) -> None:
-        """`bounds` are those of FACTORS, for the recipe `tensor`; without them, maxima are taken."""
+    def __init__(
+        self, recipe: str, bounds: Mapping[str, Bound] | None = None, least: float = 1, transposed: bool = False
+    ) -> None:
+        """`bounds` are those of FACTORS, for the recipe `tensor`; without them, maxima are taken. `transposed`: the
+        weight is kept as [C, O], and products are given a view of it."""
         self.recipe, self.on, self.watched = recipe, True, False
+        self.least, self.transposed = least, transposed
         self.bounds = bounds or {}
         self.gradients = E5M2 if recipe == "tensor" else E4M3  # the format of dout
         self.seen: dict[str, Tensor] = {}  # the most of what was measured; `dx` and `dweight`: 1 - cosine
@@ -62,7 +66,7 @@ class Eight(Product):
         self._weight = quantize(weight, E4M3, self.recipe, self.bounds.get("weight"), True, self.take_room(weight))
 
     def take_room(self, weight: Tensor) -> Narrow:
-        """The place of the rounded weight, for the caller to fill."""
+        """The place of the rounded weight, as it is kept, for the caller to fill."""
         self._version = weight._version
         if self._weight is None:
             rows, cols = weight.shape
@@ -70,10 +74,12 @@ class Eight(Product):
         return self._weight
 
     def _weigh(self, weight: Tensor) -> Narrow:
-        """The weight as it was rounded; a weight that has changed since, or was gathered, is rounded here."""
-        if self._weight is None or self._version != weight._version:
-            return quantize(weight, E4M3, self.recipe, self.bounds.get("weight"), weight=True)
-        return self._weight
+        """The weight as it was rounded; a weight that has changed since, or was gathered or joined, is rounded here."""
+        found = self._weight
+        if found is None or self._version != weight._version:
+            own = weight.t() if self.transposed else weight
+            found = quantize(own, E4M3, self.recipe, self.bounds.get("weight"), weight=True)
+        return Narrow(found.data_t, found.scale_t, found.data, found.scale) if self.transposed else found
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Kept]:
         if not self._can(x):
@@ -101,7 +107,7 @@ class Eight(Product):
         return self._keep(x, self._quantize("x", x)) if self._can(x) else super().keep(x)
 
     def _can(self, x: Tensor) -> bool:
-        return self.on and len(x) > 0
+        return self.on and len(x) >= self.least and x.dtype == torch.bfloat16
 
     def _quantize(self, name: str, x: Tensor) -> Narrow:
         return quantize(x, E4M3 if name == "x" else self.gradients, self.recipe, self.bounds.get(name))

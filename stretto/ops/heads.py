@@ -227,7 +227,7 @@ class _ProjectHeads(torch.autograd.Function):
         ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, parts: tuple[int, ...], count: int,
         product: Product | None, *parameters: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """The parameters are `count` weights, then as many biases or none; with a product of its own, one weight."""
+        """The parameters are `count` weights, then as many biases or none."""
         need_x, *_ = ctx.needs_input_grad
         ctx.needed = ctx.needs_input_grad[-len(parameters) :]
         weights, biases = list(parameters[:count]), list(parameters[count:])
@@ -238,7 +238,7 @@ class _ProjectHeads(torch.autograd.Function):
         if product is None:
             out = _project(x, weights, biases, size, rotated, cos, sin)
         else:
-            out, kept = product.multiply(x, weights[0], *biases)
+            out, kept = product.multiply(x, join_rows(weights), join_rows(biases) if biases else None)
             _turn(out, size, rotated, cos, sin)
         kept = kept if any(ctx.needed[:count]) else ()
         ctx.save_for_backward(cos, sin, *weights[: ctx.num_weights], *kept)
@@ -259,7 +259,7 @@ class _ProjectHeads(torch.autograd.Function):
         if product is None:
             dx, dweight = linear_gradients(dout, kept[0] if kept else None, weights)
         else:
-            dx, dweight = product.compute_taken(taken, tuple(kept) or None, weights[0] if weights else None)
+            dx, dweight = product.compute_taken(taken, tuple(kept) or None, join_rows(weights) if weights else None)
         dweights = split_rows(dweight, ctx.rows, ctx.dtypes[:count], ctx.needed[:count])
         dbiases = split_rows(dbias if need_bias else None, ctx.rows, ctx.dtypes[count:], ctx.needed[count:])
         return dx, None, None, None, None, None, *dweights, *dbiases
@@ -272,8 +272,8 @@ def project_heads(
     """Projects x [T, C] to heads and returns one tensor [T, heads, D] for each number of heads in `parts`; with cos and
     sin [T, D/2] the first two, queries and keys, are rotated. The product has the dtype of x or, like F.linear, of an
     enclosing autocast; parameters may have any dtype. Several weights, and as many biases or None, are one projection,
-    whose rows they have in their order; a part need not end where a weight ends. `product` says how to multiply by one
-    weight, if not in that dtype."""
+    whose rows they have in their order; a part need not end where a weight ends. `product` says how to multiply, if not
+    in that dtype."""
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
     heads, width = sum(parts), sum(map(len, weights))
@@ -289,8 +289,6 @@ def project_heads(
     ):
         shapes = [None if t is None else list(t.shape) for t in (cos, sin)]
         raise ValueError(f"cos and sin {shapes} have to be [T, D/2] = {[x.shape[0], width / heads / 2]} both")
-    if product is not None and len(weights) > 1:
-        raise ValueError(f"a product of its own is for one weight, not for {len(weights)}")
     x = x.to(language.product_dtype(x))
     return _ProjectHeads.apply(x, cos, sin, tuple(parts), len(weights), product, *weights, *biases)
 

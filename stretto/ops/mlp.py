@@ -37,7 +37,14 @@ from torch import Tensor
 from stretto.ops.activation import GATES, Activation, check_activation, run_activate, run_activate_backward
 from stretto.ops.language import product_dtype, wide_dtype
 from stretto.ops.op import Op, fill_in
-from stretto.ops.products import Product, compute_dweight, compute_some_gradients, multiply
+from stretto.ops.products import (
+    Product,
+    compute_dweight,
+    compute_some_gradients,
+    join_rows,
+    multiply,
+    split_rows,
+)
 
 KEEPS = ("activation", "product", "input")
 
@@ -154,72 +161,90 @@ def _backward(ctx: Any, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 
 class _MlpBy(torch.autograd.Function):
     """The same by products of their own, which say what is kept of x and h. What they keep of h stays with
-    `activation` alone; relu has h as a whole, for its sign."""
+    `activation` alone; relu has h as a whole, for its sign. Several weights are the rows of the first product's."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
-        kind: str, p: float, key: Tensor | None, keep: str, up: Product, down: Product,
+        ctx: Any, kind: str, p: float, key: Tensor | None, keep: str, up: Product, down: Product,
+        x: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None, *up_weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        relu = kind == "relu"
-        pre, kept_x = up.multiply(x, up_weight, up_bias if relu else None)
+        relu, (_, _, need_down_weight, _, *need_up) = kind == "relu", ctx.needs_input_grad[6:]
+        pre, kept_x = up.multiply(x, join_rows(up_weights), up_bias if relu else None)
         if relu:
             pre = run_activate(pre, Activation(kind, None, p, key))
             out, kept_h = down.multiply(pre, down_weight, down_bias)
         else:
             out, kept_h = down.multiply_activated(pre, Activation(kind, up_bias, p, key), down_weight, down_bias)
         ctx.kind, ctx.p, ctx.keep, ctx.products = kind, p, keep, (up, down)
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, up_weight, up_bias, down_weight, down_bias)]
-        ctx.num_x = 1 if keep == "input" else len(kept_x)
-        kept_h = kept_h if keep == "activation" and not relu else ()
-        rest = (x,) if keep == "input" else (*kept_x, pre, *kept_h)
-        ctx.save_for_backward(up_weight, up_bias, down_weight, key, *rest)
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, up_bias, down_weight, down_bias)]
+        ctx.rows, ctx.up_dtypes = [len(weight) for weight in up_weights], [weight.dtype for weight in up_weights]
+        kept_x = (x,) if keep == "input" else kept_x if any(need_up) else ()
+        kept_h = kept_h if keep == "activation" and not relu and need_down_weight else ()
+        ctx.num_x = len(kept_x)
+        ctx.save_for_backward(
+            up_bias, down_weight, key, *up_weights, *kept_x, *() if keep == "input" else (pre, *kept_h)
+        )
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        up_weight, up_bias, down_weight, key, *rest = ctx.saved_tensors
-        (up, down), kind, p = ctx.products, ctx.kind, ctx.p
-        relu, kept_x, kept = kind == "relu", tuple(rest[: ctx.num_x]), rest[ctx.num_x :]
+        up_bias, down_weight, key, *rest = ctx.saved_tensors
+        count, (up, down), kind, p = len(ctx.rows), ctx.products, ctx.kind, ctx.p
+        need_x, need_up_bias, need_down_weight, need_down_bias, *need_up = ctx.needs_input_grad[6:]
+        up_weight, kept_x, kept = (
+            join_rows(rest[:count]),
+            tuple(rest[count : count + ctx.num_x]),
+            rest[count + ctx.num_x :],
+        )
+        relu = kind == "relu"
         if ctx.keep == "input":
             pre, kept_x = up.multiply(kept_x[0], up_weight, up_bias if relu else None)
             kept = [run_activate(pre, Activation(kind, None, p, key)) if relu else pre]
         pre, *kept_h = kept
         taken, activation = down.take(dout), Activation(kind, up_bias, p, key)
+        after = down if need_down_weight and not kept_h else None
         taken_pre, again, dup_bias = up.take_activated(
-            down.compute_dx(taken, down_weight), pre, activation, None if kept_h else down, up_bias is not None
+            down.compute_dx(taken, down_weight), pre, activation, after, need_up_bias
         )
-        ddown_weight = down.compute_dweight(taken, tuple(kept_h) or again)
+        ddown_weight = down.compute_dweight(taken, tuple(kept_h) or again) if need_down_weight else None
         del taken, kept_h, again, pre, kept
-        dx, dup_weight = up.compute_taken(taken_pre, kept_x, up_weight)
-        ddown_bias = dout.sum(0, dtype=wide_dtype(dout.dtype)) if ctx.needs_input_grad[4] else None
-        found = zip((dx, dup_weight, dup_bias, ddown_weight, ddown_bias), ctx.dtypes, strict=True)
-        return *(None if g is None or dtype is None else g.to(dtype) for g, dtype in found), *[None] * 6
+        dx, dup_weight = up.compute_taken(taken_pre, kept_x if any(need_up) else None, up_weight if need_x else None)
+        ddown_bias = dout.sum(0, dtype=wide_dtype(dout.dtype)) if need_down_bias else None
+        found = zip((dx, dup_bias if need_up_bias else None, ddown_weight, ddown_bias), ctx.dtypes, strict=True)
+        gradients = [None if g is None or dtype is None else g.to(dtype) for g, dtype in found]
+        return *[None] * 6, *gradients, *split_rows(dup_weight, ctx.rows, ctx.up_dtypes, need_up)
 
 
 def mlp(
-    x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None,
-    kind: str, p: float, key: Tensor | None, keep: str, products: tuple[Product, Product] | None = None,
+    x: Tensor, up_weight: Tensor | Sequence[Tensor], up_bias: Tensor | None, down_weight: Tensor,
+    down_bias: Tensor | None, kind: str, p: float, key: Tensor | None, keep: str,
+    products: tuple[Product | None, Product | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """Returns the MLP of x [T, C], computed in the dtype of x or, like F.linear, of an enclosing autocast. Parameters
     may be wider; their gradients have their own dtype. `key` [2] is needed where p > 0. `keep` is what stays for the
-    backward pass, one of KEEPS. `products` say how to multiply by the two weights, if not in that dtype."""
+    backward pass, one of KEEPS. `products` say how to multiply by each of the two weights, if not in that dtype; where
+    one does, the first weight may be several, whose rows make it up."""
     check_activation(kind, p, key)
+    ups = [up_weight] if isinstance(up_weight, Tensor) else list(up_weight)
+    if len(ups) > 1 and products == (None, None):
+        raise ValueError("several first weights need products of their own")
     if keep not in KEEPS:
         raise ValueError(f"an MLP keeps one of {', '.join(KEEPS)}, not {keep!r}")
     inner = down_weight.shape[-1]
     up_rows = 2 * inner if kind in GATES else inner
-    if x.ndim != 2 or down_weight.ndim != 2 or up_weight.shape != (up_rows, x.shape[1]):
-        shapes = ", ".join(str(list(t.shape)) for t in (x, up_weight, down_weight))
+    shape = (sum(map(len, ups)), *ups[0].shape[1:])
+    if x.ndim != 2 or down_weight.ndim != 2 or shape != (up_rows, x.shape[1]):
+        shapes = ", ".join(map(str, (list(x.shape), list(shape), list(down_weight.shape))))
         wide = "2 * inner" if kind in GATES else "inner"
         raise ValueError(f"{kind} takes x [tokens, width], up [{wide}, width], down [width, inner], not {shapes}")
-    for name, bias, weight in ("up", up_bias, up_weight), ("down", down_bias, down_weight):
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"the {name} bias is [{weight.shape[0]}], not {list(bias.shape)}")
+    for name, bias, rows in ("up", up_bias, up_rows), ("down", down_bias, len(down_weight)):
+        if bias is not None and bias.shape != (rows,):
+            raise ValueError(f"the {name} bias is [{rows}], not {list(bias.shape)}")
     x, key = x.to(product_dtype(x)), key if p > 0.0 else None
-    if products is not None:
-        return _MlpBy.apply(x, up_weight, up_bias, down_weight, down_bias, kind, p, key, keep, *products)
-    return _mlp(x, up_weight, up_bias, down_weight, down_bias, kind, p, key, keep)[0]
+    if products != (None, None):
+        up, down = (product or Product() for product in products)
+        return _MlpBy.apply(kind, p, key, keep, up, down, x, up_bias, down_weight, down_bias, *ups)
+    return _mlp(x, ups[0], up_bias, down_weight, down_bias, kind, p, key, keep)[0]
 
 
 def _activate_multiply(

@@ -9,7 +9,7 @@ A linear layer has three products, one forward and two backward, of 2 T O C FLOP
                                                 compute_some_gradients: those whose factor is given
     weights   one matrix of several weights     join_rows, and split_rows for its gradient
     8 bits    the same, of scaled factors       multiply_scaled
-    all       the products of one layer         Product, for a layer that multiplies in a way of its own
+    all       the products of one layer         Product, for a layer that multiplies in a way of its own: find_product
 
 Shapes: x and dx [T, C], weight and dweight [O, C], bias [O], y and dout [T, O]. Everything else between two products
 is element by element, and is done by the kernels of the other files.
@@ -207,12 +207,19 @@ class Product:
         return dx, None if kept is None else self.compute_dweight(taken, kept)
 
 
-def join_rows(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns the rows of all parameters in one tensor of this dtype, made by one copy; the parameter itself where
-    there is one only, which has the dtype."""
-    if len(parameters) == 1:
-        return parameters[0].to(dtype)
+def find_product(layer: Any) -> Product | None:
+    """How a layer, a module that may have been given a `product`, multiplies while it is trained; None: in the dtype of
+    its input, as it always does otherwise."""
+    return getattr(layer, "product", None) if layer.training else None
+
+
+def join_rows(parameters: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Returns the rows of all parameters in one tensor of this dtype, or of that of the first, made by one copy; the
+    parameter itself where there is one only, which has the dtype."""
     first = parameters[0]
+    dtype = first.dtype if dtype is None else dtype
+    if len(parameters) == 1:
+        return first.to(dtype)
     # Only with `out` are rows cast while they are copied. A concatenation of cast parameters would need two copies.
     out = first.new_empty(sum(map(len, parameters)), *first.shape[1:], dtype=dtype)
     return torch.cat(tuple(parameters), out=out)

@@ -74,6 +74,7 @@ class Bound:
     most: Tensor  # [], fp32
     seen: Tensor  # [], fp32; infinite if there was a number that is not finite
     known: bool = False  # `most` is used; else the maximum is taken
+    asked: bool = False  # the maximum was taken since it was last said whether the bound is known
 
 
 def find_scale(most: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,6 +94,7 @@ def find_most(x: Tensor, bound: Bound | None) -> Tensor:
     """The maximum of x, where no bound is known; it counts as seen."""
     most = most_of(x)
     if bound is not None:
+        bound.asked = True
         torch.maximum(bound.seen, most, out=bound.seen)
     return most
 
@@ -402,7 +404,7 @@ class Bounds:
         """What `get` gave, exactly."""
         self.most[::SPACE] = torch.tensor(values, device=self.most.device)
         for bound, value in zip(self.each, values, strict=True):
-            bound.known = value > 0
+            bound.known, bound.asked = value > 0, False
 
     def take_over(self) -> list[float]:
         """The largest ratios of what was seen to its bound since the last call; the host waits for the device."""

@@ -70,6 +70,7 @@ class Weights:
         places = list(zip(weights, outs, bounds, strict=True))
         for weight, _, bound in places:
             if not bound.known:
+                bound.asked = True
                 bound.most.copy_(most_of(weight))
         if weights and not runs_kernels(weights[0]):
             for weight, out, bound in places:

@@ -17,7 +17,9 @@ weight [O, C], with the rates of RATES:
 
 It pays where the first is more. The first and the last block of a stack stay as they are; and where no layer pays, or
 no GPU has such products, nothing changes, to the bit. `sites = "all"` takes every layer of blocks, on any device: on a
-CPU by the definition of the products, which is slow. What was chosen is part of the state of a run.
+CPU by the definition of the products, which is slow. What was chosen is part of the state of a run. The batches of a
+Hugging Face model are not known beforehand: there each layer has the number of tokens from which on it pays, and
+multiplies as usual in batches with fewer.
 
 Every LOOK updates an eighth of the layers is watched: their gradients are compared with those of factors that are not
 rounded. A layer whose gradients turn too far, on any process, multiplies as usual from then on; that is part of the
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -38,8 +41,10 @@ from torch.distributed.tensor import DTensor
 from stretto.config import KERNELS, Fp8Config
 from stretto.model import build_model, sites
 from stretto.ops.fp8 import FACTORS, Eight, can_multiply
-from stretto.ops.round8 import Bounds
+from stretto.ops.products import Product
+from stretto.ops.round8 import PARTS, Bound, Bounds
 from stretto.ops.weights8 import Weights
+from stretto.techniques.foreign import Foreign, Layer
 from stretto.techniques.technique import Context, Sites, Technique
 
 LOOK = 50  # updates between two looks
@@ -56,9 +61,10 @@ class Rates:
     fp8: float
     memory: float
 
-    def pays(self, tokens: int, out: int, inner: int) -> bool:
-        saved = 6 * tokens * out * inner * (1 / self.bf16 - 1 / self.fp8)
-        return saved > 6 * (tokens * inner + tokens * out + out * inner) / self.memory
+    def find_least(self, out: int, inner: int) -> float:
+        """The number of tokens with which a layer's products save as much as rounding costs."""
+        saved = out * inner * (1 / self.bf16 - 1 / self.fp8) - (inner + out) / self.memory
+        return out * inner / self.memory / saved if saved > 0 else inf
 
 
 RATES = Rates(680e12, 1200e12, 4.2e12)  # of an H200; for other GPUs only their ratios matter
@@ -72,6 +78,8 @@ class Fp8(Technique):
         super().__init__(cfg, context)
         self.model: nn.Module | None = None
         self.products: dict[str, Eight] = {}  # of layers, by their names
+        self.layers: Mapping[str, Layer] = {}  # those of a model of others
+        self.ended = False  # an update is over
         self.bounds: Bounds | None = None  # of the FACTORS of each layer, for the recipe `tensor`
         self.weights = Weights()
         self.share: float | None = None  # of a micro-batch in the loss, which gradients are in proportion to
@@ -81,12 +89,13 @@ class Fp8(Technique):
         self.notes: list[str] = []
 
     def check(self, others: Sequence[Technique]) -> list[str]:
-        cfg = self.context.model
-        if cfg is None or not self._choose(model := build_model(cfg), sites(model)["block"]):
+        cfg, reasons = self.context.model, []
+        if cfg is not None and not self._choose(model := build_model(cfg), sites(model)["block"]):
             return []
-        reasons = []
         if not any(other.asks_products for other in others):
             reasons.append(f"plain modules multiply as torch does: set {KERNELS} to true")
+        if cfg is None:
+            return reasons
         if self.context.precision != "bf16":
             reasons.append(
                 f"8 bits take the place of bf16: set train.precision to 'bf16', not {self.context.precision!r}"
@@ -128,7 +137,7 @@ class Fp8(Technique):
     def _pays(self, model: nn.Module, name: str, layer: nn.Linear) -> bool:
         load, block = self.context.load, model.get_submodule(split_name(name)[0])
         tokens = 0 if load is None else load.count_tokens(getattr(block, "cross", None) is not None)
-        return RATES.pays(tokens, layer.out_features, layer.in_features)
+        return tokens > RATES.find_least(layer.out_features, layer.in_features)
 
     def apply(self, model: nn.Module, sites: Sites) -> None:
         self.model = model
@@ -143,6 +152,32 @@ class Fp8(Technique):
         for name, product in self.products.items():
             self.model.get_submodule(name).product = product  # type: ignore[assignment]
 
+    def attach(self, model: Foreign) -> None:
+        model.give_products(self.name, self._choose_outside)
+
+    def _choose_outside(self, layers: Mapping[str, Layer]) -> Mapping[str, Product | str]:
+        chosen = {name: self._judge(layer) for name, layer in layers.items()}
+        self.layers = layers
+        self.products = {name: product for name, product in chosen.items() if isinstance(product, Eight)}
+        return chosen
+
+    def _judge(self, layer: Layer) -> Eight | str:
+        """An object for the products of a layer of others, or why it has none."""
+        if problem := self._find_problem():
+            return problem
+        if layer.place == "head" and not self.cfg.head:
+            return "the output layer stays in bf16 unless fp8's option `head` is on"
+        if not can_multiply(self.cfg.recipe, *layer.shape):
+            return f"{list(layer.shape)}: 8-bit products need sides that are multiples of {PARTS[self.cfg.recipe]}"
+        least: float = 1
+        if self.cfg.sites == "auto":
+            if layer.place == "end":
+                return "the first and the last layer stay in bf16"
+            least = RATES.find_least(*layer.shape)
+            if least == inf:
+                return f"{list(layer.shape)} is too small to gain by it with any number of tokens"
+        return Eight(self.cfg.recipe, least=least, transposed=layer.transposed)
+
     def _open_bounds(self) -> Bounds | None:
         if self.bounds is None and self.products and self.cfg.recipe == "tensor":
             self.bounds = Bounds([*FACTORS.values()] * len(self.products), self.context.device)
@@ -151,16 +186,15 @@ class Fp8(Technique):
                 product.bounds = {factor: next(each) for factor in FACTORS}
         return self.bounds
 
-    def _lacks_bounds(self) -> bool:
-        """A layer has not been seen yet: its maxima are taken."""
+    def _list_bounds(self) -> list[Bound]:
         live = (product for product in self.products.values() if product.on)
-        return any(not bound.known for product in live for bound in product.bounds.values())
+        return [bound for product in live for bound in product.bounds.values()]
 
     def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         """Weights that are split over processes are rounded where they are gathered, by each pass."""
         live = {name: product for name, product in self.products.items() if product.on}
         found = ((product, self._find_weight(name)) for name, product in live.items())
-        here = [(product, weight) for product, weight in found if not isinstance(weight, DTensor)]
+        here = [(product, weight) for product, weight in found if weight is not None]
         if (all_bounds := self._open_bounds()) is not None:
             if self.share not in (None, share):  # another number of processes, say
                 factors = [share / self.share if factor == "dout" else 1.0 for factor in FACTORS] * len(self.products)
@@ -177,8 +211,14 @@ class Fp8(Technique):
             live[name].watched = True
 
     def _find_weight(self, name: str) -> Any:
-        assert self.model is not None
-        return find_head_weight(self.model) if name == "head" else self.model.get_submodule(name).weight
+        """The weight of a layer, as it is kept; None: it is in parts, which passes put together."""
+        if name in self.layers:
+            first, *others = self.layers[name].modules
+            weight: Any = None if others else first.weight
+        else:
+            assert self.model is not None
+            weight = find_head_weight(self.model) if name == "head" else self.model.get_submodule(name).weight
+        return None if isinstance(weight, DTensor) else weight
 
     def end(self, step: int) -> None:
         """All processes go on with one bound. The host waits here for the device, if this was an update that was
@@ -187,8 +227,9 @@ class Fp8(Technique):
             if self.context.mesh.world > 1:
                 dist.all_reduce(self.bounds.seen, dist.ReduceOp.MAX)
             self.bounds.renew()
-            if self._lacks_bounds():
+            if any(bound.asked and not bound.known for bound in self._list_bounds()):
                 self.bounds.set(self.bounds.get())
+        self.ended = True
         if not self.watched:
             return
         zero = torch.zeros((), device=self.context.device)
@@ -234,8 +275,12 @@ class Fp8(Technique):
         return [name for name, product in self.products.items() if not product.on]
 
     def graph_key(self, step: int) -> Hashable:
-        """What is watched, or takes maxima, is launched; a layer that went back runs other kernels."""
-        return None if self.watched or self._lacks_bounds() else tuple(self.find_lost())
+        """What is watched is launched, and so is a first update, which takes maxima. A layer whose bounds have become
+        known, or that went back, runs other kernels."""
+        bounds = self._list_bounds()
+        known = sum(bound.known for bound in bounds)
+        first = bool(bounds) and not known and not self.ended
+        return None if self.watched or first else (known, *self.find_lost())
 
     def metrics(self, num_batches: int) -> dict[str, float]:
         if not self.products:

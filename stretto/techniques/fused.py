@@ -61,10 +61,11 @@ from stretto.ops.language import product_dtype, triton
 from stretto.ops.linear import linear
 from stretto.ops.mlp import mlp
 from stretto.ops.norm import add_norm, norm
-from stretto.ops.products import Product
+from stretto.ops.products import find_product
 from stretto.ops.remake import forgetting
 from stretto.optim import FlatAdamW
-from stretto.techniques.technique import Context, Estimate, Foreign, Sites, Technique
+from stretto.techniques.foreign import Foreign
+from stretto.techniques.technique import Context, Estimate, Sites, Technique
 
 Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
 NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, epsilon, whether it is an RMSNorm
@@ -359,8 +360,7 @@ class FusedBlock(Block):
         if p > 0.0 and key is not None and rows is not None:
             inner = activate(linear(h, up.weight, None, products[0]), up.bias, self.mlp.activation, 0.0, None)
             return Branch(linear(dropout(inner, p, key, rows), down.weight, mine, products[1]), left)
-        both = None if products == (None, None) else (products[0] or Product(), products[1] or Product())
-        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.keep.mlp, both)
+        out = mlp(h, up.weight, up.bias, down.weight, mine, self.mlp.activation, p, key, self.keep.mlp, products)
         return Branch(out, left)
 
 
@@ -422,11 +422,6 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
 def find_rows(layout: Layout) -> Tensor | None:
     """What tokens are dropped by, their numbers in the whole batch; None: all of it is here."""
     return None if layout.segment is None else layout.segment.tokens
-
-
-def find_product(layer: nn.Module) -> Product | None:
-    """How the layer multiplies while it is trained; None: in the dtype of its input, as it always does otherwise."""
-    return getattr(layer, "product", None) if layer.training else None
 
 
 def add_bias(branch: Branch) -> Tensor:

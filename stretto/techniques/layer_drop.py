@@ -45,7 +45,8 @@ from torch import Tensor, nn
 from stretto.batch import Batch, Depth, Layout, Part, Subset, dense_layout
 from stretto.config import LayerDropConfig
 from stretto.flops import tokens_per_sample
-from stretto.techniques.technique import POST_NORM, SAY_STEPS, At, Context, Estimate, Foreign, Sites, Switch, Technique
+from stretto.techniques.foreign import Foreign, Switch
+from stretto.techniques.technique import POST_NORM, SAY_STEPS, At, Context, Estimate, Sites, Technique
 
 LEVELS = 8  # steps of theta between 1 and its lowest value
 

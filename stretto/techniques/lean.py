@@ -40,7 +40,8 @@ from stretto.errors import ConfigError
 from stretto.memory import Keep
 from stretto.ops.residual import can_restore
 from stretto.runtime import total_memory
-from stretto.techniques.technique import Context, Foreign, Sites, Technique
+from stretto.techniques.foreign import Foreign
+from stretto.techniques.technique import Context, Sites, Technique
 
 LOOK = 64  # updates between two looks at the weights of norms
 

@@ -33,7 +33,8 @@ from stretto.errors import CheckpointError
 from stretto.model import EVERYTHING, AddingNorm, ClassHead, EncoderDecoder, LMHead, Model, Stack, build_model
 from stretto.ops.affine import add_affine, standardization_loss
 from stretto.ops.language import triton
-from stretto.techniques.technique import SAY_STEPS, Foreign, Sites, Technique
+from stretto.techniques.foreign import Foreign
+from stretto.techniques.technique import SAY_STEPS, Sites, Technique
 
 BRANCH_ENDS = ("attention.out.weight", "cross.out.weight", "mlp.down.weight")
 Find = Callable[..., tuple[Layout, int]]

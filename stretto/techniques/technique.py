@@ -20,9 +20,9 @@ by all processes in `end`, and is part of the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,14 @@ from stretto.config import Config, ModelConfig, OptimConfig, build_config
 from stretto.dial import Needs
 from stretto.errors import ConfigError
 from stretto.execute import Executor
-from stretto.memory import Keep, Load
+from stretto.memory import Load
 from stretto.mesh import Mesh
 from stretto.model import Model
 from stretto.runtime import Runtime
 from stretto.step import Update
+from stretto.techniques.foreign import Foreign
 
 Sites = Mapping[str, Sequence[str]]  # role -> names of the modules that play it (model.sites)
-R = TypeVar("R", bound="NormRule")
 SAY_STEPS = "stretto.accelerate(model, ..., steps=NUMBER)"  # how a loop of one's own says how long it is
 POST_NORM = (
     "a post-norm block normalises the stream itself, so that leaving it out changes the scale of all that follows,"
@@ -75,66 +75,6 @@ class At:
     step: int  # number of the update, from 0
     index: int  # number of the micro-batch, from 0, over all updates
     training: bool = True
-
-
-class Switch(Protocol):
-    """A layer that can be left out from the outside."""
-
-    needed: bool  # the layer makes something that later layers need
-    factor: float | None  # of what the layer adds to the stream; 0: the layer is left out; None: nobody has said
-
-
-class NormRule(Protocol):
-    """What stands where a norm stood, over the parameters of that norm."""
-
-    keeps_affine: bool  # the scale and shift of the norm stay
-    factor: Tensor | None  # set for each update, on the device; None: nobody has said
-
-    def weigh(self, real: Tensor) -> Tensor:
-        """The weights of tokens in what is measured, [T], given which are real, bool [T]."""
-        ...
-
-    def add(
-        self,
-        branch: Tensor | None,
-        x: Tensor,
-        branch_bias: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        p: float,
-        key: Tensor | None,
-        post: bool,
-        rows: Tensor | None,
-        from_output: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The result, and the stream that goes on, as AddingNorm.add in model.py. `rows` are weights of tokens in a
-        training step; None: nothing is measured. `from_output`: the backward pass reads the result."""
-        ...
-
-
-class Foreign(Protocol):
-    """What a model of others, changed from the outside, offers instead of sites. `name` is that of the technique; where
-    nothing can be done, a ValueError says why."""
-
-    def switch_layers(
-        self, name: str, find_problem: Callable[[Sequence[Switch]], str | None]
-    ) -> Mapping[str, Sequence[Switch]]:
-        """Makes the layers of a stack switchable, by its name, unless `find_problem` has a reason against it."""
-        ...
-
-    def use_kernels(self) -> None:
-        """Lets modules compute what they compute by the kernels of ops."""
-        ...
-
-    def keep_less(self, keep: Keep, activations: str, tell: Callable[[Mapping[str, nn.Module]], None]) -> None:
-        """Tells modules what to keep for the backward pass, as far as they can: blocks `keep`, activations between
-        products that are modules of their own what ops/activation.py calls `activations`. That is done after all other
-        changes; then `tell` is called with the norms, by name."""
-        ...
-
-    def replace_norms(self, name: str, build: Callable[[int], R]) -> R:
-        """Puts one rule in the place of all norms that tokens are known of; `build` is given their channels in all."""
-        ...
 
 
 @dataclass(frozen=True)

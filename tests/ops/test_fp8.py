@@ -3,6 +3,8 @@ against those of bf16, and what is kept."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.numerics.formats import E4M3 as EMULATED
 from stretto.ops.fp8 import Eight, can_multiply
+from stretto.ops.heads import project_heads
 from stretto.ops.linear import linear
 from stretto.ops.mlp import KEEPS, mlp
 from stretto.ops.products import multiply_scaled
@@ -299,7 +302,7 @@ def test_an_mlp_keeps_bytes(kind: str, keep: str) -> None:
         for i, shape in enumerate([(tokens, width), (up, width), (up,), (width, inner), (width,)])
     ]
 
-    def run(keep: str, products: tuple[Eight, Eight] | None) -> tuple[list[Tensor], int]:
+    def run(keep: str, products: tuple[Eight | None, Eight | None]) -> tuple[list[Tensor], int]:
         leaves, sizes = [t.clone().requires_grad_() for t in tensors], dict[int, int]()
         own = {leaf.data_ptr() for leaf in leaves[1:]}
 
@@ -313,11 +316,59 @@ def test_an_mlp_keeps_bytes(kind: str, keep: str) -> None:
         return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))], sum(sizes.values())
 
     both = (Eight("tensor"), Eight("tensor"))
-    (first, _), (found, kept), (plain, before) = run("activation", both), run(keep, both), run(keep, None)
+    (first, _), (found, kept), (plain, before) = run("activation", both), run(keep, both), run(keep, (None, None))
     assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
     least = 0.97 if kind == "relu" else 0.99  # rounding turns some signs, and with them whole gradients
     assert all(cosine(a, b) > least for a, b in zip(found, plain, strict=True))
     assert kept < before if keep != "input" else kept == before
+
+
+def test_several_first_weights_are_one() -> None:
+    """Of an MLP and of heads: the same bits as with one weight that has all rows; frozen ones get no gradient."""
+    x, gate, up, down = (
+        rand(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate([(48, 32), (64, 32), (64, 32), (32, 64)])
+    )
+
+    def run(ups: list[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (x, down, *ups)]
+        both = (Eight("tensor"), Eight("tensor"))
+        out = mlp(leaves[0], leaves[2:], None, leaves[1], None, "swiglu", 0.0, None, "product", both)
+        heads = project_heads(leaves[0], leaves[2:], None, [4, 4], product=Eight("tensor"))
+        total = (out.float() * out).sum() + sum((head.float() * head).sum() for head in heads)
+        dx, ddown, *dups = torch.autograd.grad(total, leaves)
+        return out, *heads, dx, ddown, torch.cat(dups)
+
+    assert all(torch.equal(a, b) for a, b in zip(run([gate, up]), run([torch.cat([gate, up])]), strict=True))
+    leaf = x.clone().requires_grad_()
+    out = mlp(leaf, [gate, up], None, down, None, "swiglu", 0.0, None, "product", (Eight("tensor"), None))
+    kept: Any = out.grad_fn
+    assert len(kept.saved_tensors) == 6, "of frozen weights nothing is kept but themselves: two, down and pre"
+    assert torch.autograd.grad(out, leaf, torch.ones_like(out))[0].shape == x.shape
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_may_be_kept_transposed(recipe: str) -> None:
+    """As Conv1D keeps it: products are given a view. The bits are those of a weight that lies as usual."""
+    x, weight, dout = (
+        rand(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(128, 128), (256, 128), (128, 256)])
+    )
+    usual, other = Eight(recipe), Eight(recipe, transposed=True)
+    own = weight.t().contiguous()
+    for renewed in (False, True):
+        if renewed:
+            usual.renew(weight)
+            other.renew(own)
+        for one, two in zip(gradients(x, weight, dout, usual), gradients(x, own.t(), dout, other), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_few_tokens_and_other_precisions_are_multiplied_as_usual() -> None:
+    x, weight, dout = (rand(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(48, 32), (48, 32), (48, 48)]))
+    product = Eight("tensor", least=40)
+    assert not torch.equal(gradients(x, weight, dout, product)[0], gradients(x, weight, dout, None)[0])
+    for few in ((x[:32], weight, dout[:32]), (x.float(), weight.float(), dout.float())):
+        for one, two in zip(gradients(*few, product), gradients(*few, None), strict=True):
+            assert torch.equal(one, two)
 
 
 def test_what_is_watched() -> None:
