@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from stretto.config import PRESETS, Config, to_toml
+from stretto.config import Config, to_toml
+from stretto.presets import PRESETS
 from stretto.version import __version__
 
 WIDTH = 100  # of a line of comment

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.config import PRESETS, Config, LayerDropConfig, build_config, dump_config, load_config
+from stretto.config import Config, LayerDropConfig, build_config, dump_config, load_config
 from stretto.errors import ConfigError
+from stretto.presets import PRESETS
 from stretto.recipes import find_recipe, list_recipes
 
 

@@ -18,13 +18,14 @@ from typer.testing import CliRunner
 import stretto.attention
 from stretto import cli, memory, plan
 from stretto.batch import Batch, Sequences, dense_layout
-from stretto.config import PRESETS, FusedConfig, LeanConfig, ModelConfig, OptimConfig, build_config, build_model_config
+from stretto.config import FusedConfig, LeanConfig, ModelConfig, OptimConfig, build_config, build_model_config
 from stretto.memory import Keep, Load, Way, count_parameters, kept_by_blocks, list_blocks, predict
 from stretto.model import build_model
 from stretto.ops import cross_entropy
 from stretto.ops.attention import is_short
 from stretto.optim import count_state
 from stretto.precision import autocast
+from stretto.presets import PRESETS
 from stretto.report import read_events
 from stretto.techniques.fused import FusedBlock
 from stretto.train import train

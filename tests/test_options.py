@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli import app
-from stretto.config import PRESETS, Config, build_config, load_config
+from stretto.config import Config, build_config, load_config
 from stretto.options import Option, explain_config, list_options, read_meanings
+from stretto.presets import PRESETS
 from stretto.recipes import list_recipes, load_recipe
 from stretto.version import __version__
 

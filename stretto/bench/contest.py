@@ -28,9 +28,10 @@ from rich.table import Table
 
 from stretto.bench.peers import MODES
 from stretto.bench.workloads import WORKLOADS, Workload, fit_to_device
-from stretto.config import PRESETS, Config, TechniquesConfig, build_config, dump_config, load_config
+from stretto.config import Config, TechniquesConfig, build_config, dump_config, load_config
 from stretto.errors import ConfigError, StrettoError
 from stretto.files import make_folder
+from stretto.presets import PRESETS
 from stretto.report.style import EVAL, INK, STYLE, TRAIN
 from stretto.runtime import Runtime, choose_device, describe_environment
 

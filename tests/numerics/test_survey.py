@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli import app
-from stretto.config import PRESETS, build_config, load_config
+from stretto.config import build_config, load_config
 from stretto.errors import ConfigError
 from stretto.numerics.survey import Sum, list_sums
+from stretto.presets import PRESETS
 from stretto.recipes import find_recipe, list_recipes
 
 
