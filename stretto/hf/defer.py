@@ -332,11 +332,13 @@ def _draw_key(like: Tensor) -> Tensor:
 # Logits
 
 _GRAD_FN: Any = Tensor.grad_fn
+_PRODUCTS = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, torch.multiply)
+_QUOTIENTS = (Tensor.div, Tensor.__truediv__, torch.div, torch.true_divide)
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How to compute logits: head(hidden) + bias."""
+    """How to compute logits: scale * (head(hidden) + bias)."""
 
     head: nn.Module
     plain: Callable[[Tensor], Tensor]  # `forward` of the head's own class
@@ -344,6 +346,7 @@ class Recipe:
     versions: list[int]  # versions of the head's parameters when it was called
     autocast: torch.dtype | None
     bias: Tensor | None = None  # [V]
+    scale: float = 1.0
     made: list[Tensor] = field(default_factory=list)  # logits [T, V], once they were needed; views share them
     stale: list[bool] = field(default_factory=list)  # an entry once an optimizer has changed the head's weights
 
@@ -394,6 +397,11 @@ class Logits(Lazy):
             return self._view(args)
         if len(args) == 1 and func in (Tensor.add, Tensor.__add__, torch.add):
             return self._add(args[0])
+        if len(args) == 1 and isinstance(args[0], int | float) and args[0]:
+            if func in _PRODUCTS:
+                return self._copy(self.dtype, scale=self.recipe.scale * args[0])
+            if func in _QUOTIENTS:
+                return self._copy(self.dtype, scale=self.recipe.scale / args[0])
         if len(args) == 1 and func in (Tensor.to, Tensor.type) and isinstance(args[0], torch.dtype):
             return self._cast(args[0])
         if func is Tensor.float and not args:
@@ -416,6 +424,8 @@ class Logits(Lazy):
         """The sum with a bias that is the same for every token."""
         classes = self.shape[-1]
         if not isinstance(other, Tensor) or other.numel() != classes or other.shape[-1] != classes:
+            return None
+        if self.recipe.scale != 1.0:
             return None
         bias = _add_biases(self.recipe.bias, other.flatten())
         return self._copy(torch.promote_types(self.dtype, other.dtype), bias=bias)
@@ -445,17 +455,19 @@ class Logits(Lazy):
         return loss if reduction == "sum" else loss / count
 
     def _sum_losses(self, rows: Tensor, labels: Tensor, smoothing: float, ignore: int) -> Tensor:
-        head, bias = self.recipe.head, self.recipe.bias
+        head, bias, scale = self.recipe.head, self.recipe.bias, self.recipe.scale
         x = self.recipe.hidden[rows]
         if not isinstance(head, nn.Linear):  # layers in front of the vocabulary: these rows go through them
             with logits_wanted_for_loss(True):
                 inner = self.recipe.plain(x)
-            if not isinstance(inner, Logits):
-                inner = inner if bias is None else inner + bias
+            if not isinstance(inner, Logits) or inner.recipe.scale != 1.0:
+                inner = scale * (inner if bias is None else inner + bias)
                 return F.cross_entropy(inner.float(), labels, None, None, ignore, None, "sum", smoothing)
             x, head = inner.recipe.hidden, inner.recipe.head
             bias = _add_biases(bias, inner.recipe.bias)
         bias = _add_biases(bias, head.bias)  # type: ignore[arg-type]
+        if scale != 1.0:
+            x, bias = x * scale, None if bias is None else bias * scale
         weight: Tensor = head.weight  # type: ignore[assignment]
         product = find_product(head)
         return linear_cross_entropy(x, weight, bias, labels, smoothing, ignore=ignore, product=product)
@@ -474,7 +486,8 @@ class Logits(Lazy):
             precision = torch.autocast(recipe.hidden.device.type, recipe.autocast, enabled=recipe.autocast is not None)
             with logits_wanted_for_loss(False), torch.enable_grad(), precision:
                 logits = recipe.plain(recipe.hidden)
-                recipe.made.append((logits if recipe.bias is None else logits + recipe.bias).to(self.dtype))
+                logits = logits if recipe.bias is None else logits + recipe.bias
+                recipe.made.append((logits if recipe.scale == 1.0 else logits * recipe.scale).to(self.dtype))
         return recipe.made[0].view(self.shape)
 
 

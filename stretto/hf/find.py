@@ -52,6 +52,7 @@ ROWS = 64  # number of rows in which an undeclared dropout surely drops somethin
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
     "silu": F.silu,
 }
@@ -172,7 +173,7 @@ def _find_role(name: str, module: nn.Module) -> Site | None:
     if acts_as_norm(module):
         width = next(module.parameters()).shape[0]
         problem = f"{width} channels: more than {MAX_WIDTH}" if width > MAX_WIDTH else None
-        return Site(name, "norm", module, modules.OnePassNorm, problem=problem)
+        return Site(name, "norm", module, modules.OnePassNorm, _find_formula(module), problem)
     if calls_attention_interface(module):
         return Site(name, "attention", module)
     letters = {child: _letter(part) for child, part in module.named_children()}
@@ -195,6 +196,24 @@ def acts_as_norm(module: nn.Module) -> bool:
         return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and "weight" in names
     has_eps = any(isinstance(getattr(module, eps, None), float) for eps in ("variance_epsilon", "eps"))
     return names == ["weight"] and next(module.parameters()).ndim == 1 and has_eps and not list(module.children())
+
+
+def _find_formula(module: nn.Module) -> Parts:
+    """The formula whose result is nearest to that of a norm with a weight alone: x / rms(x) times its weight, times
+    1 + weight, or LayerNorm without a bias."""
+    if isinstance(module, RuledNorm | nn.LayerNorm):
+        return NONE
+    weight = module.weight.detach().float()  # type: ignore[operator, union-attr]
+    x = torch.randn(1, 8, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device) + 1
+    with quietly(module):
+        y = module(*in_precision_of(module, [x])).float()
+    scaled, shape = F.rms_norm(x, weight.shape), weight.shape
+    formulas = {
+        NONE: scaled * weight,
+        Parts(shifted=True): scaled * (1 + weight),
+        Parts(centred=True): F.layer_norm(x, shape, weight),
+    }
+    return min(formulas, key=lambda parts: float((y - formulas[parts]).norm()))
 
 
 def _letter(module: nn.Module) -> str | None:

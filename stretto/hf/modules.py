@@ -68,6 +68,8 @@ class Parts:
     dropout: str | None = None
     activation: str = ""  # kind of ops/activation.py, if there is an activation
     inner_dropout: bool = False  # whether the dropout stands between the two products
+    shifted: bool = False  # whether a norm multiplies by 1 + weight, as those of Gemma do
+    centred: bool = False  # whether a norm without a bias subtracts the mean, as those of Cohere do
     defers: bool = False  # whether the bias of its last product is left to what follows
     children: tuple[tuple[str, Any], ...] = ()  # names of all children in use, and what `describe` gives for them
 
@@ -546,7 +548,14 @@ def _read_norm(module: Any) -> tuple[Tensor, Tensor | None, float, bool]:
     """Weight, bias, epsilon, and whether it is an RMSNorm."""
     eps = getattr(module, "variance_epsilon", None)
     eps = module.eps if eps is None else eps
-    return module.weight, getattr(module, "bias", None), eps, not isinstance(module, nn.LayerNorm)
+    parts = norm_parts(module)
+    weight = wide(module.weight) + 1 if parts.shifted else module.weight
+    return weight, getattr(module, "bias", None), eps, not (isinstance(module, nn.LayerNorm) or parts.centred)
+
+
+def norm_parts(module: nn.Module) -> Parts:
+    """How a norm computes, where that has been found out."""
+    return module.parts if isinstance(module, OnePassNorm) else NONE
 
 
 def product_of(dense: nn.Module) -> Product | None:

@@ -259,7 +259,11 @@ def find_computed_norms(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, Recognised) and module.parts.norm
     }
     kinds = modules.OnePassNorm | RuledNorm
-    found |= {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    found |= {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and not modules.norm_parts(module).shifted  # the weight says not what y was
+    }
     attention = filter(find.calls_attention_interface, model.modules())
     heads = {inner for module in attention for inner in module.modules()}
     return {name: norm for name, norm in found.items() if norm not in heads}
@@ -273,7 +277,9 @@ def _judge_norms(model: nn.Module, name: str) -> list[Site]:
         owner = next((owner for _, owner in find_owners(model, site.name)), None)
         in_head = owner is None or "labels" in argument_names(owner)
         unknown = "it is in a head: which tokens a head is given is not known" if in_head else None
-        norms.append(replace(site, role=name, problem=problems[kind_of(site)] or unknown, remark=ANOTHER_FUNCTION))
+        shifted = "it multiplies by 1 + weight, which is no scale for an affine" if site.parts.shifted else None
+        problem = shifted or problems[kind_of(site)] or unknown
+        norms.append(replace(site, role=name, problem=problem, remark=ANOTHER_FUNCTION))
     return norms
 
 

@@ -466,7 +466,8 @@ def attention(
     bias = others.get("position_bias")
     rows, length, others_length = query.shape[0], query.shape[2], key.shape[2]
     if isinstance(attention_mask, Packing):
-        queries, keys, causal = attention_mask.queries, attention_mask.keys, attention_mask.causal
+        queries, keys = attention_mask.queries, attention_mask.keys
+        causal = attention_mask.causal if is_causal is None else is_causal  # CLIP's text model says it in the call
         bias = None if bias is None or bias.numel() == 0 else bias
     elif (
         attention_mask is None

@@ -8,9 +8,10 @@ Every smooth kind is a value times a gate between 0 and 1, act(x) = x s(x), with
     gelu_tanh  s = (1 + tanh u) / 2 = sigmoid(2 u),                            s' = s (1 - s) 2 u'
                u = sqrt(2 / pi) (x + 0.044715 x^3)
     silu       s = sigmoid                                                     s' = s (1 - s)
+    gelu_quick s = sigmoid(1.702 x)                                            s' = s (1 - s) 1.702
     relu       act(x) = max(x, 0)
 
-In a gated kind, x is a gate a and next to it a value b: swiglu is silu(a) b, geglu is gelu_tanh(a) b.
+In a gated kind, x is a gate a and next to it a value b: swiglu is silu(a) b, geglu is gelu_tanh(a) b, geglu_erf is gelu(a) b.
 
 The sigmoid form of gelu_tanh never subtracts nearly equal numbers, and needs no tanh. The arithmetic is fp32 with one
 rounding at the end, forward and backward (fp64 inputs: fp64 on a CPU).
@@ -47,8 +48,9 @@ from stretto.ops.language import (
 from stretto.ops.op import Op
 from stretto.ops.sums import launch_sums
 
-GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}  # what a gated kind does to its gate
-KINDS = ("gelu", "gelu_tanh", "relu", "silu", *GATES)
+GATES = {"swiglu": "silu", "geglu": "gelu_tanh", "geglu_erf": "gelu"}  # what a gated kind does to its gate
+KINDS = ("gelu", "gelu_tanh", "gelu_quick", "relu", "silu", *GATES)
+QUICK = 1.702  # of gelu_quick
 KEEPS = ("input", "code8", "bit")
 
 
@@ -66,11 +68,13 @@ _ACT: dict[str, Any] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_quick": lambda x: F.silu(QUICK * x) / QUICK,
 }
 ACT_BACKWARD: dict[str, Any] = {
     "silu": torch.ops.aten.silu_backward,
     "gelu": torch.ops.aten.gelu_backward,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    "gelu_quick": lambda dy, x: torch.ops.aten.silu_backward(dy, QUICK * x),
 }
 
 
@@ -128,6 +132,8 @@ def gate_of(x, KIND: tl.constexpr):
         z = x
         if KIND == "gelu_tanh":
             z = x * tl.fma(x * x, 0.07135481282052, 1.5957691216057308)  # 2 u: 2 sqrt(2 / pi) and 0.044715 of it
+        elif KIND == "gelu_quick":
+            z = x * 1.702
         e = tl.exp(-tl.maximum(z, -80.0))  # stays finite, and so does its product with s
         s = 1 / (1 + e)
         t = e * s
@@ -141,6 +147,8 @@ def slope_of(x, s, t, KIND: tl.constexpr):
         ds = 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif KIND == "gelu_tanh":
         ds = s * t * tl.fma(x * x, 0.21406443846156, 1.5957691216057308)
+    elif KIND == "gelu_quick":
+        ds = s * t * 1.702
     else:
         ds = s * t
     return tl.fma(x, ds, s)

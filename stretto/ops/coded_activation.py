@@ -1,6 +1,6 @@
 """Activations whose backward pass does not need their input, for a model whose two linear layers are separate modules.
 
-    h = dropout(act(x + bias))      x, h [T, I]; bias [I]; act one of gelu, gelu_tanh, silu
+    h = dropout(act(x + bias))      x, h [T, I]; bias [I]; act one of gelu, gelu_tanh, silu, gelu_quick
 
 The layer after an activation keeps h for the gradient of its weight. activation.py keeps x too, 2 bytes an element in a
 16-bit type, for act' alone. Here the forward kernel notes less about act', while it has x + bias in fp32:
@@ -17,6 +17,8 @@ function of the signed root
 
     right   act' = 1 + e(y) R(s)            e = exp(-y^2 / 2), for silu exp(-y): exactly 1 for large y
     left    act' = y (a g(y) + Q(s))        g = sqrt(-ln -y), for silu 1 / ln -y: exactly 0 where y is
+
+gelu_quick(x) is silu(1.702 x) / 1.702, so that its act' follows from 1.702 y as that of silu does from y.
 
 R and Q are polynomials and a is a number, fitted by Lawson's iteration to the smallest largest error of act': below
 3.4e-4 for a 16-bit h, below 6e-5 for others. What counts is the rounding of h, which the root magnifies next to the
@@ -46,7 +48,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.activation import ACT_BACKWARD, activate_ref, gate_of, load_bias, slope_of, survives
+from stretto.ops.activation import ACT_BACKWARD, QUICK, activate_ref, gate_of, load_bias, slope_of, survives
 from stretto.ops.dropout import keep_ref
 from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, num_processors, tl, wide, wide_dtype
 from stretto.ops.op import Op
@@ -73,6 +75,7 @@ MINIMA = {
     "gelu": Minimum(-0.7517915246935645, -0.1699712074799037),
     "gelu_tanh": Minimum(-0.7524614220710163, -0.1700407505712541),
     "silu": Minimum(-1.278464542761074, -0.278464542761074),
+    "gelu_quick": Minimum(-1.278464542761074 / QUICK, -0.278464542761074 / QUICK),
 }
 _TANH_LEFT = (-17.7444057, -17.3712064, -11.1885602, -5.44982462, -2.73377811)
 FITS_16 = {
@@ -106,6 +109,9 @@ FITS_32 = {
         0.644896097, (-2.38765341, -4.54375958, -4.48705653, -2.36444296, 0.504465407),
     ),
 }  # fmt: skip
+
+
+FITS_16["gelu_quick"], FITS_32["gelu_quick"] = FITS_16["silu"], FITS_32["silu"]
 
 
 def find_fit(kind: str, dtype: torch.dtype) -> Fit:
@@ -145,6 +151,8 @@ def _evaluate(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 def slope_of_h_ref(y: Tensor, right: Tensor, kind: str, fit: Fit, blur: float) -> Tensor:
     """Returns act' from the activation y, in fp32 or fp64, and from whether x was right of the minimum."""
+    if kind == "gelu_quick":
+        y, blur, kind = QUICK * y, QUICK * blur, "silu"
     above = y.clamp(max=TOP) - MINIMA[kind].y
     root = ((above - blur).clamp(min=0).sqrt() + (above + blur).clamp(min=0).sqrt()) / 2
     s, tail = torch.where(right, root, -root), (-y).clamp(min=1e-30).log()
@@ -215,12 +223,14 @@ def slope_of_h(
     RIGHT: tl.constexpr, A: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
     """Computes slope_of_h_ref. `where` in place of minimum and maximum lets NaN pass."""
+    if KIND == "gelu_quick":
+        y = y * 1.702
     above = tl.where(y > 40.0, 40.0, y) - LOW
     near = tl.sqrt(tl.where(above < BLUR, 0.0, above - BLUR))
     far = tl.sqrt(tl.where(above < -BLUR, 0.0, above + BLUR))
     s = tl.where(right, 0.5, -0.5) * (near + far)
     tail = tl.log(tl.maximum(-y, 1e-30))
-    if KIND == "silu":
+    if KIND == "silu" or KIND == "gelu_quick":
         decay = tl.exp(-y)
         slow = 1 / tail
     else:
@@ -291,6 +301,7 @@ def launch_activate_coded_backward(
 ) -> tuple[Tensor, Tensor]:
     dh, (rows, cols), blocks = dense_rows(dh), dh.shape, _blocks(dh.shape[1])
     (dx, dbias), fit = _new_gradients(dh, want_dbias), find_fit(kind, dh.dtype)
+    speed = QUICK if kind == "gelu_quick" else 1.0  # of what the fit is for
     column_blocks, groups = cdiv(cols, blocks["BLOCK_C"]), cdiv(rows, blocks["BLOCK_R"])
     if want_dbias:  # few programs with many rows each; otherwise as many as there are blocks
         groups = min(groups, cdiv(6 * num_processors(dh.device), max(column_blocks, 1)))
@@ -298,8 +309,8 @@ def launch_activate_coded_backward(
     if dh.numel():
         _activate_coded_backward_kernel[(groups, column_blocks)](
             dh, dh if h is None else h.contiguous(), code.contiguous(), dx, sums, rows, cols, dh.stride(0),
-            KIND=kind, LOW=MINIMA[kind].y, BLUR=find_blur(kind, p, dh.dtype), RIGHT=fit.right, A=fit.a, LEFT=fit.left,
-            KEEP="code8" if h is None else "bit", P=p, WANT_DBIAS=want_dbias, **blocks,
+            KIND=kind, LOW=speed * MINIMA[kind].y, BLUR=speed * find_blur(kind, p, dh.dtype),
+            RIGHT=fit.right, A=fit.a, LEFT=fit.left, KEEP="code8" if h is None else "bit", P=p, WANT_DBIAS=want_dbias, **blocks,
         )  # fmt: skip
     if want_dbias:
         launch_sums(sums[:, None], [dbias])

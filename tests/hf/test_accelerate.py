@@ -129,14 +129,14 @@ def test_dropout_of_fused_modules_is_random_and_right_on_average() -> None:
 
 
 class Scale(nn.Module):
-    """A gate by another activation, and a norm that is not one: (1 + weight) as Gemma has it."""
+    """Looks like a norm, but multiplies by 2 + weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.rand(8)), 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (2 + self.weight)
 
 
 class Noisy(nn.Module):

@@ -113,7 +113,7 @@ def call_products() -> list[Tensor]:
     up, down, gate = parameter(2 * C, C), parameter(C, 2 * C), parameter(4 * C, C)
     found = []
     for kind in KINDS:
-        inner = gate if kind in ("swiglu", "geglu") else up
+        inner = gate if kind in GATES else up
         for p in (0.0, 0.1):
             found.append(mlp(make(T, C), inner, parameter(len(inner)), down, None, kind, p, KEY, "product"))
     for kind in MINIMA:

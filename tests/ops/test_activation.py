@@ -177,7 +177,7 @@ def test_reference_gradients(kind: str) -> None:
 
 
 def test_shapes_are_checked() -> None:
-    with pytest.raises(ValueError, match="one of gelu, gelu_tanh, relu, silu, swiglu, geglu, not 'tanh'"):
+    with pytest.raises(ValueError, match="one of gelu, gelu_tanh, gelu_quick, relu, silu, swiglu, geglu, geglu_erf, not 'tanh'"):
         activate(rand(2, 4), None, "tanh", 0.0, None)
     with pytest.raises(ValueError, match=r"\[tokens, 2 \* width\], not \[2, 3\]"):
         activate(rand(2, 3), None, "swiglu", 0.0, None)
@@ -212,7 +212,8 @@ def take_another_mask(dh: Tensor, kept: Tensor, bias: Tensor, *rest: Any) -> tup
 
 
 def take_another_slope(dh: Tensor, kept: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    other = {"gelu": "gelu_tanh", "gelu_tanh": "gelu", "silu": "gelu", "swiglu": "geglu", "geglu": "swiglu"}[rest[0]]
+    gated = [kind for kind in GATES if kind != rest[0]]
+    other = gated[0] if rest[0] in GATES else "gelu" if rest[0] != "gelu" else "gelu_tanh"
     return family._activate_backward(dh, kept, bias, other, *rest[1:])
 
 

@@ -62,8 +62,8 @@ if INTERPRET:  # which cuts numbers off where it should round them to bf16
 
 def assert_slope(get: Callable[[Tensor], Tensor], kind: str, keep: str, dtype: torch.dtype) -> None:
     largest, relative = (2.501e-3, 2.4e-3) if keep == "code8" else BOUNDS[dtype]
-    if keep == "bit" and dtype == torch.bfloat16 and kind != "silu" and not INTERPRET:
-        relative = 2.4e-3  # silu has 2.5e-3
+    if keep == "bit" and dtype == torch.bfloat16 and kind in ("gelu", "gelu_tanh") and not INTERPRET:
+        relative = 2.4e-3  # the others have 2.5e-3
     for x in grid(dtype), normal(dtype):
         assert float((get(x) - exact_slope(x, kind)).abs().max()) <= largest
     assert error(get(normal(dtype)), exact_slope(normal(dtype), kind)) <= relative
@@ -137,7 +137,7 @@ def test_bugs_would_be_seen(kind: str, keep: str) -> None:
         return slope(x, kind, keep).roll(1)
 
     def take_another_kind(x: Tensor) -> Tensor:
-        return slope(x, {"gelu": "silu", "gelu_tanh": "silu", "silu": "gelu"}[kind], keep)
+        return slope(x, {"gelu": "silu", "gelu_tanh": "silu", "gelu_quick": "silu", "silu": "gelu"}[kind], keep)
 
     def forget_the_bit(x: Tensor) -> Tensor:
         h, code = family._activate_coded(x[None], None, kind, 0.0, None, "bit")
