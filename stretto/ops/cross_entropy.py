@@ -204,7 +204,10 @@ def run_chunks(
     loss, dx, dweight, dbias = new_results(x, weight, needed)
     stride = cdiv(classes, 64) * 64  # aligned rows: for the kernel's loads, and for products with an odd vocabulary
     rows = chunk_rows(tokens, stride * x.element_size(), chunk)
-    buffer = x.new_empty(min(rows, tokens), stride)[:, :classes]
+    buffer = x.new_empty(min(rows, tokens), stride)
+    if not x.is_cuda:  # a CPU's matrix unit (oneDNN on AMX) reads what lies between rows, and 0 times NaN is NaN
+        buffer[:, classes:] = 0
+    buffer = buffer[:, :classes]
     for start in range(0, max(tokens, 1), rows):  # no tokens at all: one empty chunk, which makes dweight zero
         part = slice(start, start + rows)
         logits = buffer[: tokens - start]
