@@ -63,7 +63,7 @@ from bench.hf_tiny import (
 FAULTS = ("wrong", "half exchanged", "raises in accelerate", "raises when called", "hangs or crashes")
 RESULTS = (*FAULTS, "equal", "not tried")
 FLOORS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # a few roundings, relative
-NOISE = 0.5  # relative error of an untouched gradient from which on it says nothing about the right one
+NOISE = 0.2  # relative error of an untouched gradient from which on one draw of it says nothing
 SEEDS = 5  # batches that a case is judged by, where the first looks wrong
 PATIENCE = 5  # seconds that may pass for one of computing: other programs compute, too
 MEMORY = 8 << 30  # bytes of addresses a child may have
@@ -134,9 +134,10 @@ def judge(
 ) -> list[str]:
     """Where ours is not as near to the exact result as the farthest of the untouched runs is, up to a factor of two and
     a floor. A gradient, or an output, that is nearly zero counts by the size of the largest. A gradient that is noise
-    in the untouched model has nothing to be compared with: CpmAntModel has one in bf16, and where torch reads memory
-    that nobody wrote, as in a convolution of DeformableDetrForObjectDetection under autocast on a CPU, it is anything.
-    """
+    in the untouched model has nothing to be compared with: CpmAntModel has one in bf16, those of Gemma 3's norms of
+    queries and keys cancel (over twelve draws in bf16 ours are off by 0.131 and the untouched ones by 0.139, medians,
+    with factors above two between them in single draws), and where torch reads memory that nobody wrote, as in a
+    convolution of DeformableDetrForObjectDetection under autocast on a CPU, it is anything."""
     first = plain[0]
     problems = [f"{name}: not there" for name in first.keys() - ours.keys()]
     problems += [f"{name}: not there in the untouched model" for name in ours.keys() - first.keys()]

@@ -11,7 +11,8 @@ Every smooth kind is a value times a gate between 0 and 1, act(x) = x s(x), with
     gelu_quick s = sigmoid(1.702 x)                                            s' = s (1 - s) 1.702
     relu       act(x) = max(x, 0)
 
-In a gated kind, x is a gate a and next to it a value b: swiglu is silu(a) b, geglu is gelu_tanh(a) b, geglu_erf is gelu(a) b.
+In a gated kind, x is a gate a and next to it a value b: swiglu is silu(a) b, geglu is gelu_tanh(a) b, and geglu_erf is
+gelu(a) b.
 
 The sigmoid form of gelu_tanh never subtracts nearly equal numbers, and needs no tanh. The arithmetic is fp32 with one
 rounding at the end, forward and backward (fp64 inputs: fp64 on a CPU).

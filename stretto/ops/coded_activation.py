@@ -310,7 +310,8 @@ def launch_activate_coded_backward(
         _activate_coded_backward_kernel[(groups, column_blocks)](
             dh, dh if h is None else h.contiguous(), code.contiguous(), dx, sums, rows, cols, dh.stride(0),
             KIND=kind, LOW=speed * MINIMA[kind].y, BLUR=speed * find_blur(kind, p, dh.dtype),
-            RIGHT=fit.right, A=fit.a, LEFT=fit.left, KEEP="code8" if h is None else "bit", P=p, WANT_DBIAS=want_dbias, **blocks,
+            RIGHT=fit.right, A=fit.a, LEFT=fit.left, KEEP="code8" if h is None else "bit", P=p, WANT_DBIAS=want_dbias,
+            **blocks,
         )  # fmt: skip
     if want_dbias:
         launch_sums(sums[:, None], [dbias])

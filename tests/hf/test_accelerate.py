@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,47 @@ def test_dropout_of_fused_modules_is_random_and_right_on_average() -> None:
     assert abs(float(ours.mean() - theirs.mean())) < 5 * float(((ours.var() + theirs.var()) / 60).sqrt())
 
 
+_SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}  # fmt: skip
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "options", "role", "count"),
+    [
+        ("GemmaForCausalLM", "GemmaConfig", {"head_dim": 8}, "norm", 5),  # 1 + weight
+        ("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 8}, "norm", 13),
+        ("CohereForCausalLM", "CohereConfig", {}, "norm", 3),  # LayerNorm without a bias
+        ("CohereForCausalLM", "CohereConfig", {}, "loss", 1),  # logits times a number
+        ("GraniteForCausalLM", "GraniteConfig", {"logits_scaling": 3.0}, "loss", 1),
+        ("CLIPTextModel", "CLIPTextConfig", {}, "mlp", 2),  # quick GELU
+        ("ModernBertForMaskedLM", "ModernBertConfig", {"cls_token_id": 1, "sep_token_id": 2}, "mlp", 2),  # exact GEGLU
+    ],
+)
+def test_formulas_of_other_families(kind: str, config: str, options: dict[str, Any], role: str, count: int) -> None:
+    """That the results are right is compared in test_families.py."""
+    torch.manual_seed(0)
+    model = getattr(hf, kind)(getattr(hf, config)(**_SMALL, **_IDS, **options))
+    stretto.accelerate(model)
+    assert roles_of(model)[role] == count and role not in roles_of(model, done=False)
+
+
+def test_a_loss_of_scaled_logits_needs_no_logits() -> None:
+    torch.manual_seed(0)
+    model = hf.GraniteForCausalLM(hf.GraniteConfig(**_SMALL, **_IDS, logits_scaling=3.0))
+    ids = torch.randint(3, 61, (2, 7))
+    expected = model(input_ids=ids, labels=ids)
+    stretto.accelerate(model)
+    found = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-6)
+    assert type(found.logits).__name__ == "Logits" and not found.logits.recipe.made
+    torch.testing.assert_close(found.logits + 0, expected.logits)  # and who reads them, gets them scaled
+    with pytest.raises(AssertionError):  # which would be seen: 1 in place of 1 / 3
+        torch.testing.assert_close(found.logits * 3, expected.logits)
+
+
 class Scale(nn.Module):
     """Looks like a norm, but multiplies by 2 + weight."""
 
@@ -246,10 +288,11 @@ def test_activations_are_known_by_their_values() -> None:
         "gelu_pytorch_tanh": "gelu_tanh",
         "relu": "relu",
         "silu": "silu",
+        "quick_gelu": "gelu_quick",
     }
     for name, kind in known.items():
         assert find_activation(hf.activations.ACT2FN[name]) == kind
-    assert find_activation(hf.activations.ACT2FN["quick_gelu"]) is None
+    assert find_activation(hf.activations.ACT2FN["mish"]) is None
 
 
 def test_models_that_cannot_be_accelerated_are_refused() -> None:

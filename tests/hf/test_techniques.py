@@ -396,7 +396,9 @@ def test_only_weight_times_normalised_is_replaced() -> None:
         vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         intermediate_size=48,
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"standardize does not apply to GemmaForCausalLM: .*multiplies by 1 \+ weight"):
+    with pytest.raises(
+        ValueError, match=r"standardize does not apply to GemmaForCausalLM: .*multiplies by 1 \+ weight"
+    ):
         stretto.accelerate(hf.GemmaForCausalLM(config), standardize=True)
 
 
