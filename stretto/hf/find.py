@@ -203,7 +203,7 @@ def _find_formula(module: nn.Module) -> Parts:
     1 + weight, or LayerNorm without a bias."""
     if isinstance(module, RuledNorm | nn.LayerNorm):
         return NONE
-    weight = module.weight.detach().float()  # type: ignore[operator, union-attr]
+    weight = module.weight.detach().float()  # type: ignore[operator]
     x = torch.randn(1, 8, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device) + 1
     with quietly(module):
         y = module(*in_precision_of(module, [x])).float()

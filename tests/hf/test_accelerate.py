@@ -133,7 +133,7 @@ _SMALL: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 40,
 }  # fmt: skip
-_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize(
