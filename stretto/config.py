@@ -39,8 +39,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    # What is learned; model.kind has to fit. instruct: answers, in conversations (docs/data.md).
-    task: Literal["causal", "masked", "instruct", "translation", "images"] = "causal"
+    # What is learned; model.kind has to fit. instruct: answers, in conversations; classification: labels of texts.
+    task: Literal["causal", "masked", "instruct", "translation", "classification", "images"] = "causal"
     # Text: a file, a folder, a pattern such as "data/*.jsonl", "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging
     # Face data set. Of .jsonl, .csv and .parquet files, each row is a document.
     # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
@@ -51,6 +51,7 @@ class DataConfig:
     held_out: float = 0.02  # share of `train` that is kept for evaluation, where `eval` is empty
     suffix: str = ".py,.txt,.md"  # which files of a folder are read; where it has none of these, its tables
     column: str = "text"  # the text of a row
+    label: str = "label"  # classification: the label of a row
     streaming: bool = False  # hf: read rows as they arrive, each time they are needed; no copy is kept on the disk
     languages: tuple[str, ...] = ()  # translation: ("en", "de") means from en to de
     tokenizer: str = "bytes"  # "bytes", "bpe" (trained on the training data), or the path of a tokenizer.json
@@ -128,7 +129,7 @@ class ModelConfig:
     attention_dropout: float = 0.0  # on the probabilities of attention
     activation_dropout: float = 0.0  # behind the activation of the MLP
     label_smoothing: float = 0.0  # training only; torch's convention (the mass is spread over the whole vocabulary)
-    classes: int = 0  # encoder: a classification head instead of the masked-LM one. vit: 0 means from the data
+    classes: int = 0  # of data.task = "images" or "classification"; 0: as many as the data have
     image_size: int = 224  # vit: height and width in pixels, to which images are scaled
     patch: int = 16  # vit: height and width in pixels of what becomes a token
     channels: int = 3  # vit: of an image
@@ -421,7 +422,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        kinds = {"masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
+        kinds = {"masked": "encoder", "translation": "encoder-decoder", "classification": "encoder", "images": "vit"}
         want = kinds.get(self.data.task, "decoder")
         _require(
             self.model.kind == want,
@@ -444,8 +445,8 @@ class Config:
             self.data.task != "images" or self.model.channels == 3, "model.channels must be 3: images are read as RGB"
         )
         _require(
-            self.model.kind != "encoder" or self.model.classes == 0,
-            "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
+            self.data.task != "masked" or self.model.classes == 0,
+            "model.classes on an encoder is for data.task = 'classification', not 'masked'",
         )
 
 
