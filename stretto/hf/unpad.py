@@ -47,11 +47,13 @@ from stretto.hf.trial import Result, Stage, find_difference, run
 
 log = logging.getLogger(__name__)
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # masks, and what they mask
-OPTIONS = {"return_dict", "use_cache", "logits_to_keep", "num_items_in_batch"}  # arguments that concern no token
+OPTIONS = {  # arguments that concern no token; with the last one TRL reads labelled positions alone
+    "return_dict", "use_cache", "logits_to_keep", "num_items_in_batch", "fused_lm_head",
+}  # fmt: skip
 SETTINGS = str | bool | int | float
 HANDED_ON = {  # arguments of the model around the layers that the layers get packed, or never
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask",
-    "token_type_ids", "labels",
+    "token_type_ids", "labels", "seq_idx",  # the last one says what cu_seq_lens_q says
 }  # fmt: skip
 
 
@@ -95,7 +97,21 @@ class Outside:
             ("torch.", "stretto.")
         )  # FSDP's are derived
         children = tuple(self.module._modules.values())
-        return replaced or children != self.children or (not self.watched and is_watched(self.module))
+        same = children == self.children or _are_alike(children, self.children)
+        return replaced or not same or (not self.watched and is_watched(self.module))
+
+
+def _are_alike(children: Sequence[nn.Module | None], before: Sequence[nn.Module | None]) -> bool:
+    """Whether nothing is new but embeddings and output layers, as where a vocabulary grows: they see a token alone."""
+    return len(children) == len(before) and all(
+        new is old or any(isinstance(old, kind) and _is_plain(new, kind) for kind in (nn.Embedding, nn.Linear))
+        for new, old in zip(children, before, strict=True)
+    )
+
+
+def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    theirs = type(module).__module__.startswith(("torch.", "transformers."))
+    return isinstance(module, kind) and theirs and not is_watched(module)
 
 
 @dataclass(eq=False)
@@ -609,6 +625,8 @@ def compare_padded(stage: Stage, model: nn.Module, inputs: Batch, labels: str, t
             except Exception as error:
                 log.debug("%s, %s: %s", type(model).__name__, sorted(inputs), error)
                 return False if trial else None
+            if labels and "labels" not in request.given:
+                return None  # what is called has kept them to itself
     if training and find_difference(results[1], results[0]):
         return None
     return request.ran_packed and find_difference(results[-1], results[0]) is None
