@@ -72,14 +72,18 @@ def launch(
 
 @app.command("eval")
 def evaluate_run(
-    run: Run, beam: Annotated[int, typer.Option(min=1, help="translation: beams per sentence")] = 4
+    run: Run,
+    data: Annotated[str, typer.Option(help="other data instead of the run's, in any form that data.train has")] = "",
+    batches: Annotated[int, typer.Option(min=0, help="most batches to measure the loss on; 0: all")] = 0,
+    beam: Annotated[int, typer.Option(min=1, help="translation: beams per sentence")] = 4,
 ) -> None:
     """Measure a trained run: loss, and BLEU or accuracy where the task has them."""
     from stretto.evaluate import measure
 
-    scores = measure(run, beam)
+    scores = measure(run, beam, data, batches)
     counts = [scores.pop(name) for name in ("batches", "all_batches", "batches_while_training")]
-    typer.echo("batches: {} of {}; evaluations while it was trained: over {}".format(*counts))
+    trained = "" if data else f"; evaluations while it was trained: over {counts[2]}"
+    typer.echo(f"batches: {counts[0]} of {counts[1]}{trained}")
     for name, value in scores.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
 
@@ -87,22 +91,28 @@ def evaluate_run(
 @app.command()
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="what to continue or translate")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="what to continue or translate; masked language models: with [MASK] for words to find")
+    ] = "",
     input: Annotated[
         Path | None, typer.Option(help="a text file with one prompt a line; an image or a folder of them")
     ] = None,
     max_new: Annotated[int, typer.Option(min=0, help="language models: most new tokens")] = 400,
     temperature: Annotated[float, typer.Option(min=0, help="language models: 0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="tokens to sample from (40), or labels to print (5)")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="tokens to sample from (40), or labels and words to print (5)")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="language models: of those, the fewest that have this share")
+    ] = 1.0,
     beam: Annotated[int, typer.Option(min=1, help="translation: 1 is greedy")] = 4,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
 ) -> None:
-    """Let a trained run write, translate or label."""
+    """Let a trained run write, fill in words, translate or label."""
     from stretto.generate import produce
     from stretto.runtime import choose_device
     from stretto.trained import load_trained
 
-    for line in produce(load_trained(run, choose_device()), prompt, input, max_new, temperature, top_k, beam, seed):
+    trained = load_trained(run, choose_device())
+    for line in produce(trained, prompt, input, max_new, temperature, top_k, beam, seed, top_p):
         typer.echo(line)
 
 
