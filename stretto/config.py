@@ -197,6 +197,7 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1000  # updates of the weights
+    epochs: float = 0.0  # passes over the training data, from which `steps` follows at the start; 0: `steps` says it
     # Micro-batches per step, over all processes: the batch of a step is the same on any number of them. They take whole
     # micro-batches where these can be dealt out evenly, else each takes its part of the samples of some.
     micro_batches: int = 1
@@ -208,6 +209,7 @@ class TrainConfig:
     log_every: int = 10  # steps between two lines of the log
     eval_every: int = 0  # steps between two evaluations; 0: only at the end
     eval_batches: int = 20  # micro-batches per evaluation; 0: all there are
+    patience: int = 0  # evaluations in a row without a lower loss, after which the run ends; 0: it never ends by that
     # What to do about a loss or gradient that is not finite. Its update is never applied, either way.
     non_finite: Literal["stop", "skip"] = "stop"
     # What to do about a gradient whose norm, before clipping, is a spike: at least four times the usual one of the last
@@ -220,7 +222,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require_positive("train", self, "steps", "micro_batches", "log_every")
-        _require_not_negative("train", self, "eval_every", "eval_batches", "compare_every")
+        _require_not_negative("train", self, "epochs", "eval_every", "eval_batches", "patience", "compare_every")
+        _require(
+            self.patience == 0 or self.eval_every > 0,
+            f"train.patience = {self.patience} counts evaluations, and there is none before the end: set"
+            " train.eval_every",
+        )
 
 
 @dataclass(frozen=True)
