@@ -95,9 +95,8 @@ def read_result(folder: Path, steps: int) -> Result:
     kept = best if best in saved else max(saved, default=0)
     last: dict[str, Any] = next((event for event in reversed(events) if "eval_loss" in event), {})
     ends: list[dict[str, Any]] = [event["finished"] for event in events if "finished" in event]
-    finished: dict[str, Any] = next(
-        (end for end in reversed(ends) if "seconds" in end), {}
-    )  # a start with nothing left has none
+    timed = [end for end in ends if "seconds" in end]  # a start with nothing left to do has none
+    finished = timed[-1] if timed else {}
     return Result(
         folder=folder,
         step=done,

@@ -177,9 +177,11 @@ class ModelConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = 1e-3  # the highest, reached after warm-up
-    min_lr: float = 0.1  # cosine and linear end at this share of lr
-    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"  # of the rate, after warm-up
+    min_lr: float = 0.1  # cosine, linear and wsd end at this share of lr
+    # Of the rate, after warm-up. wsd: it stays at lr, and falls in a straight line over the last `decay` of the run.
+    schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
     warmup: int = 100  # steps of linear warm-up
+    decay: float = 0.1  # wsd: share of all steps over which the rate falls
     weight_decay: float = 0.1  # on matrices and tables; never on biases and norms
     beta1: float = 0.9  # AdamW: decay of the mean of gradients
     beta2: float = 0.95  # AdamW: decay of the mean of their squares
@@ -190,6 +192,7 @@ class OptimConfig:
         _require_positive("optim", self, "lr", "eps")
         _require_not_negative("optim", self, "warmup", "weight_decay", "clip")
         _require(0.0 <= self.min_lr <= 1.0, "optim.min_lr is a share of optim.lr: it must be between 0 and 1")
+        _require(0.0 < self.decay <= 1.0, f"optim.decay = {self.decay} is a share of train.steps: above 0, at most 1")
         for key in ("beta1", "beta2"):
             _require(0.0 <= getattr(self, key) < 1.0, f"optim.{key} must be in [0, 1)")
 
