@@ -180,9 +180,11 @@ class ModelConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = 1e-3  # the highest, reached after warm-up
-    min_lr: float = 0.1  # cosine and linear end at this share of lr
-    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"  # of the rate, after warm-up
+    min_lr: float = 0.1  # cosine, linear and wsd end at this share of lr
+    # Of the rate, after warm-up. wsd: it stays at lr, and falls in a straight line over the last `decay` of the run.
+    schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
     warmup: int = 100  # steps of linear warm-up
+    decay: float = 0.1  # wsd: share of all steps over which the rate falls
     weight_decay: float = 0.1  # on matrices and tables; never on biases and norms
     beta1: float = 0.9  # AdamW: decay of the mean of gradients
     beta2: float = 0.95  # AdamW: decay of the mean of their squares
@@ -193,6 +195,7 @@ class OptimConfig:
         _require_positive("optim", self, "lr", "eps")
         _require_not_negative("optim", self, "warmup", "weight_decay", "clip")
         _require(0.0 <= self.min_lr <= 1.0, "optim.min_lr is a share of optim.lr: it must be between 0 and 1")
+        _require(0.0 < self.decay <= 1.0, f"optim.decay = {self.decay} is a share of train.steps: above 0, at most 1")
         for key in ("beta1", "beta2"):
             _require(0.0 <= getattr(self, key) < 1.0, f"optim.{key} must be in [0, 1)")
 
@@ -200,6 +203,7 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1000  # updates of the weights
+    epochs: float = 0.0  # passes over the training data, from which `steps` follows at the start; 0: `steps` says it
     # Micro-batches per step, over all processes: the batch of a step is the same on any number of them. They take whole
     # micro-batches where these can be dealt out evenly, else each takes its part of the samples of some.
     micro_batches: int = 1
@@ -211,6 +215,7 @@ class TrainConfig:
     log_every: int = 10  # steps between two lines of the log
     eval_every: int = 0  # steps between two evaluations; 0: only at the end
     eval_batches: int = 20  # micro-batches per evaluation; 0: all there are
+    patience: int = 0  # evaluations in a row without a lower loss, after which the run ends; 0: it never ends by that
     # What to do about a loss or gradient that is not finite. Its update is never applied, either way.
     non_finite: Literal["stop", "skip"] = "stop"
     # What to do about a gradient whose norm, before clipping, is a spike: at least four times the usual one of the last
@@ -223,7 +228,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require_positive("train", self, "steps", "micro_batches", "log_every")
-        _require_not_negative("train", self, "eval_every", "eval_batches", "compare_every")
+        _require_not_negative("train", self, "epochs", "eval_every", "eval_batches", "patience", "compare_every")
+        _require(
+            self.patience == 0 or self.eval_every > 0,
+            f"train.patience = {self.patience} counts evaluations, and there is none before the end: set"
+            " train.eval_every",
+        )
 
 
 @dataclass(frozen=True)

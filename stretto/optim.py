@@ -35,7 +35,8 @@ def learning_rate(cfg: OptimConfig, step: int, total: int) -> float:
         return cfg.lr
     if cfg.schedule == "inverse_sqrt":
         return cfg.lr * math.sqrt(max(cfg.warmup, 1) / (step + 1))
-    done = min((step - cfg.warmup) / max(total - cfg.warmup, 1), 1.0)
+    begin = max(cfg.warmup, total - round(cfg.decay * total)) if cfg.schedule == "wsd" else cfg.warmup
+    done = min(max((step - begin) / max(total - begin, 1), 0.0), 1.0)
     left = 0.5 * (1 + math.cos(math.pi * done)) if cfg.schedule == "cosine" else 1 - done
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * left)
 

@@ -17,6 +17,7 @@ from stretto.convert.folder import load_weights
 from stretto.data import Data
 from stretto.errors import CheckpointError
 from stretto.given import Callbacks
+from stretto.length import is_over
 from stretto.mesh import Mesh
 from stretto.optim import weight_writer
 from stretto.replicas import compare
@@ -38,6 +39,7 @@ class Run:
     best: float = math.inf  # lowest evaluation loss so far
     best_step: int = 0
     evaluated: int = 0  # the step of the last evaluation
+    waited: int = 0  # evaluations since the best one
     callbacks: Callbacks = field(default_factory=Callbacks)
     saver: Saver = field(init=False)
 
@@ -48,6 +50,10 @@ class Run:
     def saves(self, name: str) -> bool:
         """Whether this process saves a tensor that it has as a whole."""
         return self.parts.techniques.saves(name, self.rt.is_main)
+
+    @property
+    def stopped_early(self) -> bool:
+        return is_over(self.config.train, self.step, self.waited)
 
     @property
     def checkpoints(self) -> Path:
@@ -67,6 +73,7 @@ def save(run: Run) -> None:
         "best": run.best if run.best < math.inf else None,
         "best_step": run.best_step,
         "evaluated": run.evaluated,
+        "waited": run.waited,
         "scaler": run.parts.update.scaler.state_dict(),
         "guard": run.parts.update.guard.state_dict(),
         "techniques": run.parts.techniques.state_dict(),
@@ -105,6 +112,7 @@ def load_latest(run: Run, before: int | None = None) -> None:
     run.rt.advance(step)
     run.best = math.inf if shot.state["best"] is None else shot.state["best"]
     run.best_step, run.evaluated = shot.state["best_step"], shot.state.get("evaluated", step)
+    run.waited = shot.state.get("waited", 0)
 
 
 def start_from_folder(run: Run) -> list[str]:
