@@ -246,6 +246,7 @@ class Update:
             executor.turn_to(key)
             loss = executor.learn(batch)
             if last:
+                self.gradients.finish()
                 self.norm = executor.apply()
         return loss
 
