@@ -143,7 +143,8 @@ def enter(
         before = None if outer.model in seat.kin else before  # one of its own parts was left by an interrupt
         outer = Call()  # a call of another model goes on
     given, names = find.given_arguments(model, args, kwargs), argument_names(model)
-    call = _describe_call(model, seat, given, outer)
+    masked = add_target_mask(given, model, seat.tried) if seat.unpad and outer.request.loss_only else given
+    call = _describe_call(model, seat, masked, outer)
     call.before = before
     if outer.model is None:
         _describe_request(call, model, seat, given)
@@ -153,13 +154,30 @@ def enter(
         recomputed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in (model, layers[0]))
         call.chain = () if recomputed or any(map(is_touched, layers)) else layers[:-1]
     set_call(call)
-    unwanted = seat.works_without_cache and model.training and not call.request.as_tuple
-    if unwanted and "use_cache" in names and given.get("use_cache") is None:  # nobody reads a cache while training
+    if masked is not given and not call.rectangle:
+        target = masked["decoder_attention_mask"]
+        if any(mask is target and not facts.whole for mask, facts in call.known.masks):
+            args, kwargs = find.replace_arguments(model, args, kwargs, decoder_attention_mask=target)
+    scored = model.training or call.labels is not None
+    unwanted = seat.works_without_cache and scored and not call.request.as_tuple
+    if unwanted and "use_cache" in names and given.get("use_cache") is None:  # who wants a loss reads no cache
         args, kwargs = find.replace_arguments(model, args, kwargs, use_cache=False)
         given["use_cache"] = False
     if seat.stack is not None and seat.stack.is_whole():
         _decide(call, seat.stack, given, seat.unpad and not call.rectangle, seat.packed)
     return args, kwargs
+
+
+def add_target_mask(batch: dict[str, Any], model: PreTrainedModel, tried: Tried) -> dict[str, Any]:
+    """With a mask of the target, where a decoder has none: behind the last label is padding, which it sees from there
+    alone."""
+    labels, name = batch.get("labels"), "decoder_attention_mask"
+    theirs = not model.config.is_encoder_decoder or name not in tried.names or batch.get(name) is not None
+    if theirs or not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return batch
+    mask = (labels != IGNORE).flip(1).cumsum(1).flip(1).clamp(max=1)
+    mask[:, :1] = 1
+    return batch | {name: mask}
 
 
 def _describe_call(model: PreTrainedModel, seat: Seat, given: dict[str, Any], outer: Call) -> Call:
