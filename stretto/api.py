@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from stretto import checkpoint
+from stretto.bench.ablate import train_and_ablate
 from stretto.checkpoint.verify import name_step
 from stretto.config import Config
 from stretto.data import Data
@@ -66,7 +67,8 @@ def train(
     config = load_recipe(recipe, overrides)
     if data is not None:
         config, data = _adopt(data, config)
-    folder = run_training(config, resume, Given(model, data, tuple(callbacks)))
+    run = train_and_ablate if config.report.ablate else run_training
+    folder = run(config, resume, Given(model, data, tuple(callbacks)))
     return read_result(folder, load_run_config(folder).train.steps)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ import typer
 from stretto.errors import CheckpointError, ConfigError, Preempted, StrettoError, tell
 from stretto.signals import stop_early
 
+ABLATE_STEPS = 20
 app = typer.Typer(
     help="Trains Transformers faster on the GPUs you have.", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,14 +46,21 @@ def train(
     recipe: Recipe,
     override: Override = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint, if any")] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="then find out what each technique contributes, by short runs without it")
+    ] = False,
 ) -> None:
     """Train what a recipe says; under `stretto launch` or torchrun, on several processes. A run folder goes on with
     `--resume`."""
     from stretto.recipes import load_recipe
 
     config = load_recipe(recipe, override)  # before torch is imported: mistakes answer at once
-    from stretto.train import train as run
-
+    if ablate and not config.report.ablate:
+        config = replace(config, report=replace(config.report, ablate=ABLATE_STEPS))
+    if config.report.ablate:
+        from stretto.bench.ablate import train_and_ablate as run
+    else:
+        from stretto.train import train as run
     run(config, resume)
 
 
@@ -136,12 +145,15 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of a run anew, or a page that compares several runs."""
+    from stretto.report.ablation import explain_ablation
     from stretto.report.compare import COMPARISON, write_comparison
     from stretto.report.page import write_report
     from stretto.runtime import choose_device
 
     path = write_report(runs[0], choose_device(), out) if len(runs) == 1 else None
     typer.echo(path or write_comparison(runs, out or Path(COMPARISON)))
+    for line in explain_ablation(runs[0]) if path else ():
+        typer.echo(line)
 
 
 @app.command()

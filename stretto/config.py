@@ -419,6 +419,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    # After the run: updates of short runs with all techniques, and without each in turn, which say what it contributed:
+    # time, memory and loss. 0: there are none; `stretto train --ablate` makes it 20.
+    ablate: int = 0
+
+    def __post_init__(self) -> None:
+        _require_not_negative("report", self, "ablate")
+
+
+@dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -428,6 +438,7 @@ class Config:
     techniques: TechniquesConfig = field(default_factory=TechniquesConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
         kinds = {"causal": "decoder", "masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
