@@ -12,8 +12,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +21,16 @@ from stretto.capacity import find_machine_memory
 from stretto.config import DataConfig
 from stretto.data import rows
 from stretto.data.opening import NotTextError, open_text
+from stretto.data.progress import progress
+from stretto.data.seen import note, recall, stamp
+from stretto.data.tokenizer import Store
 from stretto.errors import DataError
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _LONGEST_LINE = 1 << 24  # characters of a line that is a document
 _NAMED = 5  # how many of the files that are left out
+_WORTH_NOTING = 1 << 26  # bytes of files: it takes about a second to read them
+_SAID = 1 << 20  # bytes after which a bar moves on
 
 
 def find_text_file(key: str, path: Path) -> Path:
@@ -51,8 +55,11 @@ class Documents:
         return self.read()
 
 
-def open_files(name: str, paths: Sequence[Path], *, skip_binary: bool, column: str = "text") -> Documents:
-    """Opens files of which each is one document, or a table, of which each row has one in a column."""
+def open_files(
+    name: str, paths: Sequence[Path], *, skip_binary: bool, column: str = "text", store: Store | None = None
+) -> Documents:
+    """Opens files of which each is one document, or a table, of which each row has one in a column. What `store` has
+    noted of large ones spares reading them."""
     left_out, spoiled = set[str](), rows.Spoiled()
 
     def read(spoiled: rows.Spoiled | None = None) -> Iterator[str]:
@@ -72,19 +79,36 @@ def open_files(name: str, paths: Sequence[Path], *, skip_binary: bool, column: s
             else:
                 yield text
 
-    found = _survey(name, partial(read, spoiled))
-    spoiled.judge(name)
-    return replace(found, read=read, left_out=left_out, spoiled=spoiled)
+    identity, size = repr((column, skip_binary, list(map(str, paths)))), sum(map(_find_size, paths))
+    if store is None or size < _WORTH_NOTING:
+        found = _survey(name, partial(read, spoiled), size)
+        spoiled.judge(name)
+        return replace(found, read=read, left_out=left_out, spoiled=spoiled)
+    before, known = stamp(paths), recall(store, identity, paths)
+    try:
+        fingerprint, count, num_bytes, files, bad = known
+        return Documents(name, read, str(fingerprint), int(count), int(num_bytes), frozenset(files), rows.Spoiled(*bad))
+    except (TypeError, ValueError):  # there is no note, or it is none of ours
+        found = open_files(name, paths, skip_binary=skip_binary, column=column)
+    facts = found.fingerprint, found.count, found.num_bytes, sorted(found.left_out), astuple(found.spoiled)
+    note(store, identity, before, facts)
+    return found
+
+
+def _find_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # reading it will say more
 
 
 def _require_room(path: Path) -> None:
     """Refuses a document of which text and bytes cannot be in memory at the same time."""
-    with suppress(OSError):  # reading it will say more
-        if 2 * path.stat().st_size > find_machine_memory():
-            raise DataError(
-                f"{path} has {path.stat().st_size:,} bytes and is one document, too large for the memory of this"
-                " machine: split it into several files, or into the rows of a .jsonl file"
-            )
+    if 2 * (size := _find_size(path)) > find_machine_memory():
+        raise DataError(
+            f"{path} has {size:,} bytes and is one document, too large for the memory of this machine: split it into"
+            " several files, or into the rows of a .jsonl file"
+        )
 
 
 def open_lines(path: Path) -> Documents:
@@ -102,14 +126,19 @@ def open_lines(path: Path) -> Documents:
     return _survey(str(path), read)
 
 
-def _survey(name: str, read: Callable[[], Iterator[str]]) -> Documents:
-    """Reads everything once to learn what it is: cheap next to tokenising, and it notices any change."""
-    digest, count, num_bytes = hashlib.sha256(), 0, 0
-    for text in read():
-        data = text.encode()
-        digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
-        digest.update(data)
-        count, num_bytes = count + 1, num_bytes + len(data)
+def _survey(name: str, read: Callable[[], Iterator[str]], size: int = 0) -> Documents:
+    """Reads everything once, about `size` bytes, to learn what it is: cheap next to tokenising, and it notices any
+    change."""
+    digest, count, num_bytes, unsaid = hashlib.sha256(), 0, 0, 0
+    with progress(f"reading {name}", size, known=False) as advance:
+        for text in read():
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
+            digest.update(data)
+            count, num_bytes, unsaid = count + 1, num_bytes + len(data), unsaid + len(data)
+            if unsaid >= _SAID:
+                advance(unsaid)
+                unsaid = 0
     return Documents(name, read, digest.hexdigest(), count, num_bytes)
 
 
@@ -128,14 +157,17 @@ def open_column(name: str, dataset: Any, column: str = "text", *, streaming: boo
     return Documents(name, read, fingerprint, len(dataset), dataset.data.nbytes)
 
 
-def open_documents(key: str, source: str, suffix: str, column: str = "text", *, streaming: bool = False) -> Documents:
-    """Opens the corpus that `source` names; `key` is the setting that `source` came from ("data.train")."""
+def open_documents(
+    key: str, source: str, suffix: str, column: str = "text", *, streaming: bool = False, store: Store | None = None
+) -> Documents:
+    """Opens the corpus that `source` names; `key` is the setting that `source` came from ("data.train"). `store` is
+    where notes of large files are."""
     if source.startswith("hf:"):
         return _open_hub(key, source, column, streaming)
     if source == "python-stdlib":
         return open_files(source, _find_library_files(), skip_binary=True)
     path, paths = Path(source), find_sources(key, source, suffix)
-    documents = open_files(path.name, paths, skip_binary=not path.is_file(), column=column)
+    documents = open_files(path.name, paths, skip_binary=not path.is_file(), column=column, store=store)
     if not documents.count:
         raise DataError(
             f"{key} = {source!r}: no row in it, and no text file that ends in one of data.suffix = {suffix!r}"
@@ -144,9 +176,9 @@ def open_documents(key: str, source: str, suffix: str, column: str = "text", *, 
     return documents
 
 
-def open_corpus(key: Literal["data.train", "data.eval"], cfg: DataConfig) -> Documents:
+def open_corpus(key: Literal["data.train", "data.eval"], cfg: DataConfig, store: Store) -> Documents:
     source = cfg.train if key == "data.train" else cfg.eval
-    return open_documents(key, source, cfg.suffix, cfg.column, streaming=cfg.streaming)
+    return open_documents(key, source, cfg.suffix, cfg.column, streaming=cfg.streaming, store=store)
 
 
 def find_sources(key: str, source: str, suffix: str) -> list[Path]:

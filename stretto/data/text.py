@@ -8,7 +8,7 @@ this is decided once for the whole data set, so that compiled code sees one form
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -19,18 +19,24 @@ import torch
 from stretto.batch import IGNORE, Batch, Sequences, dense_layout
 from stretto.buckets import round_to_power
 from stretto.config import DataConfig
-from stretto.data.documents import describe_unused, open_corpus
+from stretto.data.documents import Documents, describe_unused, open_corpus
 from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
 
+_ENOUGH_BYTES = 1 << 28  # of text to train a tokenizer on; more takes time and memory, and changes little
 _ENOUGH_DOCUMENTS = 20  # from here on, evaluation holds out whole documents
 
 
 def _count_train_documents(count: int, share: float) -> int:
     return count - count_held_out(count, share) if count >= _ENOUGH_DOCUMENTS else count
+
+
+def pick_texts(documents: Documents, count: int) -> Iterator[str]:
+    """Of the first `count` documents, all or every so many: as much text as a tokenizer is trained on."""
+    return islice(documents, 0, count, max(-(-documents.num_bytes // _ENOUGH_BYTES), 1))
 
 
 def hold_out(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
@@ -47,15 +53,15 @@ class TextData(Data):
     tokenizer: Tokenizer
 
     def __init__(self, cfg: DataConfig, seed: int, folder: Path, store: Store) -> None:
-        self._cfg, self._seed, documents = cfg, seed, open_corpus("data.train", cfg)
+        self._cfg, self._seed, documents = cfg, seed, open_corpus("data.train", cfg, store)
         # Held-out documents are kept from the tokenizer too.
         num_documents = documents.count if cfg.eval else _count_train_documents(documents.count, cfg.held_out)
-        identity, texts = f"{documents.fingerprint} {num_documents}", islice(documents, num_documents)
+        identity, texts = f"{documents.fingerprint} {num_documents}", pick_texts(documents, num_documents)
         tokenizer = self.tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, texts, identity, store)
         keep_tokenizer(tokenizer, folder)
         train, corpora = open_tokens(documents, tokenizer, store), [documents]
         if cfg.eval:
-            corpora.append(others := open_corpus("data.eval", cfg))
+            corpora.append(others := open_corpus("data.eval", cfg, store))
             held_out = open_tokens(others, tokenizer, store)
         else:
             train, held_out = hold_out(train, cfg.held_out)
