@@ -91,7 +91,8 @@ def measure_trained(trained: Trained, folder: Path, rt: Runtime, beam: int, data
     precision = resolve_precision(cfg.train.precision, rt.device)
     scores: dict[str, Any] = evaluate(trained.model, precision, data, 0, rt, Mesh(rt.rank, rt.world))
     known = data.num_eval_batches
-    scores = {"step": trained.step} | scores | {"batches_while_training": min(cfg.train.eval_batches or known, known)}
+    origin = {"step": trained.step} | ({"weights": trained.weights} if trained.weights else {})
+    scores = origin | scores | {"batches_while_training": min(cfg.train.eval_batches or known, known)}
     if isinstance(data, PairData):
         scores |= measure_bleu(trained, data.load_test_pairs(), beam)
     return scores
