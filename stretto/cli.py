@@ -214,7 +214,7 @@ def export(
         write_folded(folder, trained)
     else:
         write_folder(folder, trained.model, trained.tokenizer, trained.labels)
-    typer.echo(f"{folder}: step {trained.step} of {run}")
+    typer.echo(f"{folder}: step {trained.step} of {run}" + f", {trained.weights}" * bool(trained.weights))
 
 
 @app.command()

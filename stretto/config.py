@@ -212,6 +212,9 @@ class TrainConfig:
     # CUDA graphs: steps are recorded and replayed, which takes the host out of small ones. auto: where they can be used
     # and the host is what a step waits for; the log says what was chosen, and why.
     graphs: Literal["auto", "on", "off"] = "auto"
+    # The decay of a running mean of the weights, such as 0.999, which is evaluated and used in their place; 0: there is
+    # none. Early in a run it is lower: docs/training.md.
+    ema: float = 0.0
     log_every: int = 10  # steps between two lines of the log
     eval_every: int = 0  # steps between two evaluations; 0: only at the end
     eval_batches: int = 20  # micro-batches per evaluation; 0: all there are
@@ -229,6 +232,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_positive("train", self, "steps", "micro_batches", "log_every")
         _require_not_negative("train", self, "epochs", "eval_every", "eval_batches", "patience", "compare_every")
+        _require(0.0 <= self.ema < 1.0, f"train.ema = {self.ema} is a decay: it must be in [0, 1)")
         _require(
             self.patience == 0 or self.eval_every > 0,
             f"train.patience = {self.patience} counts evaluations, and there is none before the end: set"
@@ -459,6 +463,11 @@ class Config:
             self.train.spikes == "log" or self.parallel.pipeline == 1 or self.parallel.schedule == "1f1b",
             "train.spikes = 'skip' needs the norm of all gradients, for which parallel.schedule ="
             f" {self.parallel.schedule!r} does not wait: set it to '1f1b', or train.spikes to 'log'",
+        )
+        _require(
+            self.train.ema == 0.0 or self.parallel.pipeline == 1,
+            "train.ema follows whole updates, and the processes of a pipeline make theirs one part of the model after"
+            " the other: set parallel.pipeline to 1, or train.ema to 0",
         )
         _require(
             self.data.task != "images" or self.model.channels == 3, "model.channels must be 3: images are read as RGB"

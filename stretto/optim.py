@@ -87,6 +87,11 @@ def weight_writer(optimizer: torch.optim.Optimizer) -> Write:
     return optimizer.put_weight if isinstance(optimizer, FlatAdamW) else put
 
 
+def weight_reader(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    """What gives the exact fp32 value of a parameter: of both halves where the optimizer holds the lower one."""
+    return optimizer.weight if isinstance(optimizer, FlatAdamW) else lambda parameter: parameter.detach().float()
+
+
 def count_state(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """The bytes of weights, gradients and moments in this process. Between two steps gradients may not exist: then
     each counts as its parameter, whose shape and type autograd gives it."""

@@ -44,8 +44,13 @@ class Run:
     saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
-        size = checkpoint.count_bytes(self.parts.model, self.parts.update.optimizer, self.saves)
+        size = checkpoint.count_bytes(self.parts.model, self.parts.update.optimizer, self.saves, self.means)
         self.saver = Saver(self.checkpoints, self.config.checkpoint.keep, self.rt, size)
+
+    @property
+    def means(self) -> checkpoint.Means:
+        """Of the weights, if the run keeps them."""
+        return self.parts.update.average.means if self.parts.update.average else {}
 
     def saves(self, name: str) -> bool:
         """Whether this process saves a tensor that it has as a whole."""
@@ -80,7 +85,8 @@ def save(run: Run) -> None:
         "identity": _identity(run),
     }
     others = run.parts.techniques.dump()
-    run.saver.start(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state, others, run.saves))
+    model, optimizer = run.parts.model, run.parts.update.optimizer
+    run.saver.start(checkpoint.snapshot(model, optimizer, state, others, run.saves, run.means))
     run.callbacks.after_save(run.step, run.checkpoints / name_step(run.step))
 
 
@@ -103,7 +109,7 @@ def load_latest(run: Run, before: int | None = None) -> None:
         raise CheckpointError(f"{run.config.run.dir} was made by another configuration: " + "; ".join(differences))
     model, update, shot = run.parts.model, run.parts.update, run.parts.techniques.take_part(shot)
     checkpoint.restore_weights(model, shot, weight_writer(update.optimizer))
-    checkpoint.restore_moments(model, update.optimizer, shot)
+    checkpoint.restore_moments(model, update.optimizer, shot, run.means)
     if shot.state["scaler"]:  # empty unless it was fp16 then too
         update.scaler.load_state_dict(shot.state["scaler"])
     update.guard.load_state_dict(shot.state["guard"])
@@ -130,7 +136,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "optim": asdict(config.optim),
         "data": {key: value for key, value in asdict(config.data).items() if key not in places},
         "run": {"seed": config.run.seed},
-        "train": {"micro_batches": config.train.micro_batches},
+        "train": {"micro_batches": config.train.micro_batches, "ema": config.train.ema},
         "techniques": identify(config),
         "content": {"data.train": run.data.fingerprint, "num_train": run.data.num_train},
     }

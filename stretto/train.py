@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto import checkpoint, ending, runtime
+from stretto.average import use_means
 from stretto.batch import Batch
 from stretto.build import build, describe_context, find_portion, run_step
 from stretto.capacity import require_room
@@ -149,7 +150,7 @@ def run_loop(run: Run, report: Report) -> None:
         report.say(rt.reason)
     finished: dict[str, Any] = {"steps": run.step} | ({"reason": rt.reason} if rt.reason else {})
     if first < run.step:
-        report.memory_line(run.config, parts.update.optimizer, rt)
+        report.memory_line(run.config, parts.update.count_state(), rt)
         finished |= {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
     report.event(finished=finished)
 
@@ -198,7 +199,8 @@ def evaluate_now(run: Run, report: Report) -> bool:
     parts, num_batches, precision = run.parts, run.config.train.eval_batches, run.parts.update.precision
     # The last one belongs to the result; and where a stop comes some updates later, nobody would make up for it.
     can_stop = run.step < run.config.train.steps and not parts.executor.agrees_late
-    scores = evaluate(parts.model, precision, run.data, num_batches, run.rt, run.mesh, parts.techniques, can_stop)
+    with use_means(parts.update.average, parts.model):
+        scores = evaluate(parts.model, precision, run.data, num_batches, run.rt, run.mesh, parts.techniques, can_stop)
     if not scores:
         return False
     run.evaluated = run.step

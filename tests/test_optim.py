@@ -54,7 +54,7 @@ def test_known_values(schedule: str, step: int, expected: float) -> None:
 
 def test_a_stable_rate_does_not_know_how_long_the_run_is() -> None:
     """So a run of wsd may be made longer before it decays; with cosine every rate would have been another one."""
-    wsd, cosine = (OptimConfig(warmup=10, schedule=name, decay=0.2) for name in ("wsd", "cosine"))  # type: ignore[arg-type]
+    wsd, cosine = (OptimConfig(warmup=10, schedule=name, decay=0.2) for name in ("wsd", "cosine"))
     short, long = ([learning_rate(wsd, step, total) for step in range(80)] for total in (100, 1000))
     assert short == long
     assert learning_rate(cosine, 50, 100) != learning_rate(cosine, 50, 1000)
