@@ -28,7 +28,7 @@ from stretto.recipes import Overrides, Recipe, load_recipe
 from stretto.report import read_events
 from stretto.runtime import choose_device, start
 from stretto.train import train as run_training
-from stretto.trained import Trained, load_trained
+from stretto.trained import Trained, load_run_config, load_trained
 
 USES = {"causal": "generate", "masked": "fill", "translation": "translate", "images": "label"}
 
@@ -39,7 +39,7 @@ class Result:
 
     folder: Path  # the run folder
     step: int  # updates done
-    stopped: bool  # a callback ended the run before train.steps
+    stopped: bool  # a callback or train.patience ended the run before its last step
     losses: dict[int, float]  # of training, by step; those that were logged
     eval_losses: dict[int, float]  # on held-out data, by step
     best_step: int  # of the lowest evaluation loss; 0: there is none
@@ -69,7 +69,7 @@ def train(
         config, data = _adopt(data, config)
     run = train_and_ablate if config.report.ablate else run_training
     folder = run(config, resume, Given(model, data, tuple(callbacks)))
-    return read_result(folder, config.train.steps)
+    return read_result(folder, load_run_config(folder).train.steps)
 
 
 def _adopt(data: Any, config: Config) -> tuple[Config, Data]:
@@ -96,7 +96,9 @@ def read_result(folder: Path, steps: int) -> Result:
     best = min(finite, key=lambda step: finite[step], default=0)
     kept = best if best in saved else max(saved, default=0)
     last: dict[str, Any] = next((event for event in reversed(events) if "eval_loss" in event), {})
-    finished: dict[str, Any] = next((event["finished"] for event in reversed(events) if "finished" in event), {})
+    ends: list[dict[str, Any]] = [event["finished"] for event in events if "finished" in event]
+    timed = [end for end in ends if "seconds" in end]  # a start with nothing left to do has none
+    finished = timed[-1] if timed else {}
     return Result(
         folder=folder,
         step=done,

@@ -79,6 +79,21 @@ def launch(
     raise typer.Exit(run(command, processes, restarts, machines, machine, meet))
 
 
+@app.command("data")
+def prepare(
+    recipe: Recipe,
+    override: Override = [],  # noqa: B006
+) -> None:
+    """Tokenise the data of a recipe once, into the folder data.cache; whoever was stopped goes on where he was."""
+    from stretto.recipes import load_recipe
+
+    config = load_recipe(recipe, override)
+    from stretto.data import prepare_data
+
+    typer.echo(prepare_data(config.data, config.run.seed))
+    typer.echo(config.data.cache)
+
+
 @app.command("eval")
 def evaluate_run(
     run: Run,
@@ -199,7 +214,7 @@ def export(
         write_folded(folder, trained)
     else:
         write_folder(folder, trained.model, trained.tokenizer, trained.labels)
-    typer.echo(f"{folder}: step {trained.step} of {run}")
+    typer.echo(f"{folder}: step {trained.step} of {run}" + f", {trained.weights}" * bool(trained.weights))
 
 
 @app.command()

@@ -101,7 +101,8 @@ def measure_trained(
     precision = resolve_precision(cfg.train.precision, rt.device)
     scores: dict[str, Any] = evaluate(trained.model, precision, data, batches, rt, Mesh(rt.rank, rt.world))
     known = data.num_eval_batches
-    scores = {"step": trained.step} | scores | {"batches_while_training": min(cfg.train.eval_batches or known, known)}
+    origin = {"step": trained.step} | ({"weights": trained.weights} if trained.weights else {})
+    scores = origin | scores | {"batches_while_training": min(cfg.train.eval_batches or known, known)}
     if isinstance(data, PairData):
         scores |= measure_bleu(trained, data.load_test_pairs(), beam)
     return scores

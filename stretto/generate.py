@@ -16,8 +16,8 @@ from torch import Tensor
 from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.batch import pack as move
 from stretto.data import Data, Tokenizer, read_image
-from stretto.data.documents import open_text
 from stretto.data.images import SUFFIXES
+from stretto.data.opening import open_text
 from stretto.data.packing import pad
 from stretto.data.pairs import cut_batches
 from stretto.data.tokenizer import MASK

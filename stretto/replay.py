@@ -110,7 +110,8 @@ def _compare_numbers(before: float | None, now: float | None) -> str:
 
 def _compare_tensors(run: Run, saved: checkpoint.Stored) -> list[str]:
     """Weights and moments against those of a checkpoint; each process compares what it would save."""
-    shot = checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, {}, saves=run.saves)
+    model, optimizer = run.parts.model, run.parts.update.optimizer
+    shot = checkpoint.snapshot(model, optimizer, {}, saves=run.saves, means=run.means)
     lines = []
     for kind, mine, stored in (("weights", shot.weights, saved.weights), ("moments", shot.moments, saved.moments)):
         before = {name: stored[name].read_part(shot.rows.get(name), value) for name, value in mine.items()}

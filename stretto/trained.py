@@ -28,11 +28,16 @@ _MOST_BYTES = 1 << 27  # of labels.json
 @dataclass(frozen=True)
 class Trained:
     config: Config
-    model: Model  # in evaluation mode, with the best weights there are, unless a step was asked for
+    model: Model  # in evaluation mode, with the best weights there are, or their means, unless a step was asked for
     step: int  # where these weights are from
     tokenizer: Tokenizer | None
     labels: tuple[str, ...]
     device: torch.device
+
+    @property
+    def weights(self) -> str:
+        """Says which weights these are, if not those of the step itself."""
+        return f"their running mean (train.ema = {self.config.train.ema:g})" if self.config.train.ema else ""
 
 
 def save_run(folder: Path, config: Config, labels: tuple[str, ...]) -> None:
@@ -82,7 +87,7 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None, ow
 def _restore(model: Model, checkpoints: Path, step: int) -> bool:
     """Whether the weights are those of that step: a run that goes on may have deleted its checkpoint meanwhile."""
     try:
-        checkpoint.restore_weights(model, checkpoint.open_stored(checkpoints, step))
+        checkpoint.restore_weights(model, checkpoint.find_used(checkpoint.open_stored(checkpoints, step)))
     except CheckpointError:
         if (checkpoints / name_step(step)).exists():
             raise

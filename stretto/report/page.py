@@ -188,7 +188,7 @@ def _describe(config: Config) -> dict[str, Any]:
 def _explain_end(history: History) -> str:
     code = history.end.get("code")
     if history.finished or code == 0:
-        return "finished"
+        return str(history.finished.get("reason") or history.end.get("message") or "finished")
     return "not finished yet" if code is None else f"ended with code {code}: {history.end.get('message', '')}"
 
 
