@@ -70,7 +70,7 @@ class LabelledData(Data):
         self.fingerprint = hashlib.sha256(repr(rows).encode()).hexdigest()
         if cfg.eval:
             others, more = self._read("data.eval")
-            self._refuse_unknown({label for _, label in others})
+            self._refuse_unknown({label for _, label in others}, self.labels)
             order, number = np.arange(len(rows) + len(others)), len(others)
             rows, unused = rows + others, unused + more
         elif len(rows) < 2:
@@ -89,9 +89,15 @@ class LabelledData(Data):
         self.num_eval_batches = -(-len(self._eval_rows) // cfg.batch_size)
         self._order = EpochOrder(seed, self.num_train)
 
-    def _refuse_unknown(self, labels: set[str]) -> None:
-        if unknown := sorted(labels - set(self.labels)):
+    def _refuse_unknown(self, labels: set[str], known: Sequence[str]) -> None:
+        if unknown := sorted(labels - set(known)):
             raise DataError(f"data.eval has labels that data.train has not: {', '.join(unknown)}")
+
+    def number_classes(self, names: tuple[str, ...]) -> None:
+        """Numbers the labels as these are, which must be among them."""
+        self._refuse_unknown(set(self.labels), names)
+        self._classes = np.array([names.index(label) for label in self.labels], np.int64)[self._classes]
+        self.labels = names
 
     def _read(self, key: Literal["data.train", "data.eval"]) -> tuple[list[tuple[str, str]], str]:
         """Reads all rows, and says which cannot be used."""

@@ -44,7 +44,7 @@ _NAMES = {
     "eos": _EOS,
     "mask": ("<mask>", "[MASK]"),
 }
-
+MASK = re.compile("|".join(map(re.escape, _NAMES["mask"])))  # where a prompt has one, whatever the tokenizer calls it
 
 _ENDLESS_WORD = re.compile(r"(\S{1024})(?=\S)")
 
@@ -78,6 +78,7 @@ class Tokenizer(ABC):
     size: int  # ids are 0 <= id < size
     special_ids: frozenset[int]  # of every special token, also those without a role
     special_texts: frozenset[str] = frozenset()  # what stands for them in a chat template
+    spaces_lead = True  # a space belongs to the token of the word behind it, or to none
     pad, bos, eos, mask = Special("pad"), Special("bos"), Special("eos"), Special("mask")
 
     @abstractmethod
@@ -116,6 +117,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
+    spaces_lead = False
     size = NUM_BYTES + len(SPECIALS)
     special_ids = frozenset(range(NUM_BYTES, size))
 
