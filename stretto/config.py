@@ -67,11 +67,14 @@ class DataConfig:
     join_documents: bool = False
     layout: Literal["packed", "padded"] = "packed"  # padded wastes work; it is there to compare with
     mask_share: float = 0.15  # masked: share of positions to predict
+    augment: bool = False  # images: training sees a random part of each image, mirrored half of the time
+    crop_scale: float = 0.08  # augment: the least share of the area that such a part has
     own: str = ""  # set by stretto.train(data=...) in Python: the class of the data, which no recipe can open again
 
     def __post_init__(self) -> None:
         _require_positive("data", self, "vocab", "seq_len", "batch_size", "max_tokens")
         _require(self.vocab <= MOST_TOKENS, f"data.vocab = {self.vocab:,} is more than {MOST_TOKENS:,}")
+        _require(0.0 < self.crop_scale <= 1.0, "data.crop_scale must be above 0, and at most 1")
         for key in ("held_out", "mask_share"):
             _require(0.0 < getattr(self, key) < 1.0, f"data.{key} must be between 0 and 1")
 

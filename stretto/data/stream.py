@@ -55,6 +55,7 @@ class Purpose(IntEnum):
     MASK = 2
     EVAL_MASK = 3
     SPLIT = 4
+    AUGMENT = 5
 
 
 def random_stream(seed: int, purpose: Purpose, number: int = 0) -> np.random.Generator:
