@@ -40,7 +40,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    task: Literal["causal", "masked", "translation", "images"] = "causal"  # what is learned; model.kind has to fit
+    # What is learned; model.kind has to fit. instruct: answers, in conversations (docs/data.md).
+    task: Literal["causal", "masked", "instruct", "translation", "images"] = "causal"
     # Text: a file, a folder, a pattern such as "data/*.jsonl", "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging
     # Face data set. Of .jsonl, .csv and .parquet files, each row is a document.
     # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
@@ -450,8 +451,8 @@ class Config:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        kinds = {"causal": "decoder", "masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
-        want = kinds[self.data.task]
+        kinds = {"masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
+        want = kinds.get(self.data.task, "decoder")
         _require(
             self.model.kind == want,
             f"data.task = {self.data.task!r} needs model.kind = {want!r}, not {self.model.kind!r}",

@@ -67,7 +67,9 @@ def test_every_option_command_and_exit_code_is_there(site: Path) -> None:
     assert len(keys) > 120 and [key for key in keys if f">{key}<" not in text["options"]] == []
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [name for name in commands if f"stretto {name}</code>" not in text["commands"]] == []
-    kinds = [kind for kind in vars(stretto.errors).values() if isinstance(kind, type) and issubclass(kind, StrettoError)]
+    kinds = [
+        kind for kind in vars(stretto.errors).values() if isinstance(kind, type) and issubclass(kind, StrettoError)
+    ]
     codes = {kind.exit_code for kind in kinds} - {StrettoError.exit_code}
     assert [code for code in codes if f"<td>{code}</td>" not in text["exit-codes"]] == []
 
