@@ -83,7 +83,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         notes += explain_start(config, mesh, parts.techniques, run.step, resume)
         notes += parts.executor.take_notes()
         report.start(runtime.describe_environment(rt), data.describe(), parts.describe(), *notes)
-        for warning in find_warnings(config, data, rt.device) if rt.is_main else ():
+        for warning in find_warnings(config, data, rt.device, rt.world) if rt.is_main else ():
             tell(f"warning: {warning}")
         run_loop(run, report)
         if rt.is_main and not rt.stop:  # who was asked to stop when all was done does not wait for a page
