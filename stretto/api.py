@@ -15,13 +15,14 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from stretto import checkpoint
+from stretto.bench.ablate import train_and_ablate
 from stretto.checkpoint.verify import name_step
 from stretto.config import Config
 from stretto.data import Data
 from stretto.data.sequences import SequenceData
 from stretto.errors import ConfigError, DataError
 from stretto.evaluate import measure_trained
-from stretto.generate import classify, sample, translate
+from stretto.generate import classify, fill, sample, translate
 from stretto.given import Callback, Given
 from stretto.recipes import Overrides, Recipe, load_recipe
 from stretto.report import read_events
@@ -29,7 +30,7 @@ from stretto.runtime import choose_device, start
 from stretto.train import train as run_training
 from stretto.trained import Trained, load_run_config, load_trained
 
-USES = {"causal": "generate", "translation": "translate", "images": "label"}
+USES = {"causal": "generate", "masked": "fill", "translation": "translate", "images": "label"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def train(
     config = load_recipe(recipe, overrides)
     if data is not None:
         config, data = _adopt(data, config)
-    folder = run_training(config, resume, Given(model, data, tuple(callbacks)))
+    run = train_and_ablate if config.report.ablate else run_training
+    folder = run(config, resume, Given(model, data, tuple(callbacks)))
     return read_result(folder, load_run_config(folder).train.steps)
 
 
@@ -142,12 +144,20 @@ class Loaded:
         return self.trained.step
 
     def generate(
-        self, prompt: str = "", *, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, seed: int = 0
-    ) -> str:
-        """Returns the prompt and what a causal language model writes after it. Temperature 0 takes the likeliest."""
+        self, prompt: str = "", *, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:  # fmt: skip
+        """Returns the prompt and what a causal language model writes after it. Temperature 0 takes the likeliest; else
+        one of the `top_k` likeliest is drawn, and of these one of the fewest that together have the share `top_p`."""
         self._require("causal")
-        _require_at_least(max_new=(max_new, 0), temperature=(temperature, 0), top_k=(top_k, 1))
-        return sample(self.trained, prompt, max_new, temperature, top_k, seed)
+        _require_at_least(max_new=(max_new, 0), temperature=(temperature, 0), top_k=(top_k, 1), top_p=(top_p, 0))
+        return sample(self.trained, prompt, max_new, temperature, top_k, seed, top_p)
+
+    def fill(self, text: str, *, top: int = 5) -> list[list[tuple[str, float]]]:
+        """Returns for each [MASK] in the text the likeliest words of a masked language model, with probabilities."""
+        self._require("masked")
+        _require_at_least(top=(top, 1))
+        return fill(self.trained, text, top)
 
     def translate(self, sentences: Sequence[str], *, beam: int = 4) -> list[str]:
         """Translates sentences. Beam 1 is greedy."""

@@ -40,14 +40,17 @@ class RunConfig:
 @dataclass(frozen=True)
 class DataConfig:
     task: Literal["causal", "masked", "translation", "images"] = "causal"  # what is learned; model.kind has to fit
-    # Text: a file, a folder, "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging Face data set.
+    # Text: a file, a folder, a pattern such as "data/*.jsonl", "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging
+    # Face data set. Of .jsonl, .csv and .parquet files, each row is a document.
     # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
     # Images: a folder with one folder per class, or an .npz with arrays `images` and `labels`.
     train: str = "python-stdlib"
     eval: str = ""  # the same forms; empty: the last `held_out` share of `train`
     test: str = ""  # translation: what `stretto eval` measures BLEU on; empty: the evaluation data
     held_out: float = 0.02  # share of `train` that is kept for evaluation, where `eval` is empty
-    suffix: str = ".py,.txt,.md"  # which files of a folder are text
+    suffix: str = ".py,.txt,.md"  # which files of a folder are read; where it has none of these, its tables
+    column: str = "text"  # the text of a row
+    streaming: bool = False  # hf: read rows as they arrive, each time they are needed; no copy is kept on the disk
     languages: tuple[str, ...] = ()  # translation: ("en", "de") means from en to de
     tokenizer: str = "bytes"  # "bytes", "bpe" (trained on the training data), or the path of a tokenizer.json
     vocab: int = 8192  # size of a "bpe" tokenizer
@@ -420,6 +423,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    # After the run: updates of short runs with all techniques, and without each in turn, which say what it contributed:
+    # time, memory and loss. 0: there are none; `stretto train --ablate` makes it 20.
+    ablate: int = 0
+
+    def __post_init__(self) -> None:
+        _require_not_negative("report", self, "ablate")
+
+
+@dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -429,6 +442,7 @@ class Config:
     techniques: TechniquesConfig = field(default_factory=TechniquesConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
         kinds = {"causal": "decoder", "masked": "encoder", "translation": "encoder-decoder", "images": "vit"}

@@ -157,10 +157,15 @@ def run_loop(run: Run, report: Report) -> None:
 
 def read_batches(run: Run, step: int) -> list[tuple[int, Batch]]:
     """The micro-batches that this process takes of an update, with their numbers."""
+    return [(i, batch.to(run.rt.device)) for i, batch in prepare_batches(run, step)]
+
+
+def prepare_batches(run: Run, step: int) -> list[tuple[int, Batch]]:
+    """The same on the host."""
     portion = find_portion(run.config, run.mesh)
     mine = portion.find_micro_batches(step)
     batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
-    return [(i, run.parts.prepare(batch, At(step, i)).to(run.rt.device)) for i, batch in batches]
+    return [(i, run.parts.prepare(batch, At(step, i))) for i, batch in batches]
 
 
 def count_together(run: Run, batches: list[tuple[int, Batch]]) -> list[int]:

@@ -14,7 +14,7 @@ from stretto import checkpoint
 from stretto.capacity import require_room_for_weights
 from stretto.checkpoint.verify import name_step
 from stretto.config import Config, dump_config, load_config
-from stretto.data import Tokenizer, load_tokenizer
+from stretto.data import Data, Tokenizer, load_tokenizer, open_data
 from stretto.errors import CheckpointError, ConfigError
 from stretto.files import read_text, refuse_links, require_empty, write_text
 from stretto.model import Model, build_model, sites
@@ -51,6 +51,15 @@ def load_run_config(folder: Path) -> Config:
     if not (folder / "config.toml").exists():
         raise CheckpointError(f"{folder} is not a run folder: it has no config.toml")
     return load_config(folder / "config.toml")
+
+
+def open_run_data(config: Config, folder: Path, scratch: Path) -> Data:
+    """Opens the data of a run as it was. What the run has made of them is read; should it be gone, it is made again in
+    the folder `scratch`."""
+    cfg = replace(config.data, cache=config.data.cache or str(folder / "data"))
+    if config.model.init and cfg.tokenizer == config.model.init:
+        cfg = replace(cfg, tokenizer=str(folder / "data"))
+    return open_data(cfg, seed=config.run.seed, folder=scratch, image_size=config.model.image_size, fill_cache=False)
 
 
 def load_trained(folder: Path, device: torch.device, step: int | None = None, own: nn.Module | None = None) -> Trained:

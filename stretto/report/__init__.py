@@ -108,7 +108,7 @@ class Report:
         self.board = SummaryWriter(str(folder), purge_step=resume_at + 1)
 
     def start(self, environment: dict[str, Any], *descriptions: str) -> None:
-        self.event(environment=environment)
+        self.event(environment=environment, notes=descriptions)
         for text in (environment["device"], *descriptions):
             self.say(text)
 
