@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -147,12 +146,9 @@ def run_loop(run: Run, report: Report) -> None:
     run.saver.settle()
     if run.stopped_early:
         rt.reason = explain_early_end(cfg, run.step, run.waited, run.best_step)
-        report.say(rt.reason)
-    finished: dict[str, Any] = {"steps": run.step} | ({"reason": rt.reason} if rt.reason else {})
     if first < run.step:
-        report.memory_line(run.config, parts.update.count_state(), rt)
-        finished |= {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
-    report.event(finished=finished)
+        report.memory_line(run.config, parts.update, rt)
+    report.finish(run.step, rt.reason, meter)
 
 
 def read_batches(run: Run, step: int) -> list[tuple[int, Batch]]:
