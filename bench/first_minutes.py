@@ -67,7 +67,7 @@ def time_first_minutes(folder: Path) -> None:
             elif command not in fallen and loss < FALLS * first[command]:
                 fallen.add(command)
                 print(f"{seconds:7.1f} s    {line.strip()}  <- falls", flush=True)
-    print(f"{seconds:7.1f} s  done")
+    print(f"{seconds:7.1f} s  done, on {os.cpu_count()} cores with a load of {os.getloadavg()[1]:.1f} in these minutes")
 
 
 def main() -> None:
