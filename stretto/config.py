@@ -22,6 +22,7 @@ from stretto.files import read_text
 from stretto.presets import PRESETS
 from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, show
 
+LOGGERS = ("wandb", "mlflow")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)")
 
 
@@ -427,9 +428,13 @@ class ReportConfig:
     # After the run: updates of short runs with all techniques, and without each in turn, which say what it contributed:
     # time, memory and loss. 0: there are none; `stretto train --ablate` makes it 20.
     ablate: int = 0
+    # Who else gets the numbers, by libraries that are installed for it: "wandb", "mlflow". docs/report.md
+    loggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_not_negative("report", self, "ablate")
+        for name in self.loggers:
+            _require(name in LOGGERS, f"report.loggers: {name!r} must be one of {', '.join(LOGGERS)}")
 
 
 @dataclass(frozen=True)

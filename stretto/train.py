@@ -30,6 +30,7 @@ from stretto.mesh import Mesh, build_mesh
 from stretto.notes import explain_start, find_warnings
 from stretto.optim import learning_rate, set_learning_rate
 from stretto.report import Meter, Report
+from stretto.report.loggers import require_loggers
 from stretto.report.page import write_report
 from stretto.run import Run, compare_replicas, load_latest, look_at_guard, save, start_from_folder
 from stretto.runtime import Runtime
@@ -54,6 +55,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
     would hold the group until then, and destroy it while it holds the GIL, for which threads of gloo may be waiting."""
     folder = Path(config.run.dir)
     require_room(config, rt.world, runtime.total_memory(rt.device))
+    require_loggers(config.report.loggers)
     with ExitStack() as cleanup:
         callbacks = cleanup.enter_context(Callbacks(given.callbacks, rt))
         mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
@@ -74,7 +76,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         if resume:
             load_latest(run)
         origin = start_from_folder(run) if config.model.init and run.step == 0 else []
-        report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
+        report = cleanup.enter_context(Report(folder, config.train.steps, run.step, rt.is_main, config))
         if rt.is_main:
             save_run(folder, config, data.labels)
         if killed:

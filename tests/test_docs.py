@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import stretto
