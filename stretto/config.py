@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
+from stretto.estimate import Estimate, Section
 from stretto.files import read_text
 from stretto.presets import PRESETS
 from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, show
@@ -224,12 +226,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class FusedConfig:
+class FusedConfig(Section):
     # How the optimizer keeps weights. split: bf16 weights plus the 16 bits that fp32 would add, exact in 2 bytes less
     # than fp32 and a bf16 copy. bf16: those bits are dropped, and updates are rounded at random, right on average.
     # auto: split on a GPU in bf16, else fp32.
     weights: Literal["auto", "fp32", "split", "bf16"] = "auto"
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW
+
+    @classmethod
+    def list_choices(cls, approximate: bool, model: ModelConfig) -> list[Self]:
+        return [cls(), *([cls("bf16", "bf16")] if approximate else [])]
 
     def find_weights(self, gpu: bool, precision: str) -> Literal["fp32", "split", "bf16"]:
         """How weights are kept, with auto resolved."""
@@ -239,7 +245,7 @@ class FusedConfig:
 
 
 @dataclass(frozen=True)
-class LeanConfig:
+class LeanConfig(Section):
     # The memory that training may take, such as "16GiB", or a share of the GPU's, such as "80%": what is kept for the
     # backward pass is then chosen block by block, as much as fits, and `mlp`, `qkv` and `blocks` are not asked.
     memory: str = ""
@@ -253,6 +259,17 @@ class LeanConfig:
     # (code8); or a bit and its output, which the second product keeps anyway, and its slope to 1.5e-2 (bit). An MLP of
     # Stretto's own models is one module and keeps less than any of these.
     activations: Literal["input", "code8", "bit"] = "code8"
+
+    on_kernels: ClassVar[bool] = True
+
+    @classmethod
+    def list_choices(cls, approximate: bool, model: ModelConfig) -> list[Self]:
+        again = [cls(), cls(qkv="input"), cls(mlp="input", qkv="input"), cls(blocks=max(model.layers // 2, 1))]
+        return [*again, cls(blocks=max(model.layers, model.decoder_layers))]
+
+    @classmethod
+    def refine(cls, memory: int) -> list[Self]:
+        return [cls(memory=f"{memory / 2**30:.1f}GiB")]
 
     def __post_init__(self) -> None:
         _require_not_negative("techniques.lean", self, "blocks")
@@ -269,7 +286,7 @@ class LeanConfig:
 
 
 @dataclass(frozen=True)
-class Fp8Config:
+class Fp8Config(Section):
     # How many numbers share a scale: those of a tensor, those of a row along what is added up, or 128 of a row (and
     # 128 x 128 of a weight).
     recipe: Literal["tensor", "row", "block128"] = "tensor"
@@ -278,9 +295,19 @@ class Fp8Config:
     sites: Literal["auto", "all"] = "auto"
     head: bool = False  # the output layer of a language model, too
 
+    on_kernels: ClassVar[bool] = True
+
+    def estimate(self, num_blocks: int, steps: int) -> Estimate:
+        """Weights are rounded once an update, which a process with some of the blocks cannot do."""
+        return Estimate(narrow="all" if self.sites == "all" else "inside", by_module=False)
+
+    @classmethod
+    def list_choices(cls, approximate: bool, model: ModelConfig) -> list[Self]:
+        return [cls()] if approximate else []
+
 
 @dataclass(frozen=True)
-class LayerDropConfig:
+class LayerDropConfig(Section):
     theta: float = 0.5  # how often the last block works where the schedule is lowest; the first one always does
     # decay: all blocks work at first, then fewer and fewer. raptr: few at first, all of them at the end.
     schedule: Literal["decay", "raptr", "constant"] = "decay"
@@ -298,9 +325,31 @@ class LayerDropConfig:
         _require(0.0 < self.theta <= 1.0, f"techniques.layer_drop.theta = {self.theta} must be above 0, and at most 1")
         _require_not_negative("techniques.layer_drop", self, "gamma")
 
+    def theta_at(self, step: int, total: int) -> float:
+        """Before update number `step`, counted from 0, of `total`."""
+        if self.schedule == "constant":
+            return self.theta
+        if self.schedule == "raptr":
+            return self.theta + (1 - self.theta) * min(step / total, 1.0)
+        return (1 - self.theta) * math.exp(-(self.gamma or 100 / total) * step) + self.theta
+
+    def keep_probabilities(self, theta: float, num_blocks: int) -> list[float]:
+        first = 0 if self.index == "algorithm" else 1
+        return [1 - number / num_blocks * (1 - theta) for number in range(first, first + num_blocks)]
+
+    def estimate(self, num_blocks: int, steps: int) -> Estimate:
+        levels = [self.theta_at(step, steps) for step in range(0, steps, max(steps // 100, 1))]
+        shares = [sum(self.keep_probabilities(theta, num_blocks)) / num_blocks for theta in levels]
+        return Estimate(work=sum(shares) / len(shares))
+
+    @classmethod
+    def list_choices(cls, approximate: bool, model: ModelConfig) -> list[Self]:
+        """A post-norm block cannot be left out."""
+        return [cls()] if approximate and model.norm_order == "pre" else []
+
 
 @dataclass(frozen=True)
-class StandardizeConfig:
+class StandardizeConfig(Section):
     # Of the loss, a mean over the former norms and over channels; the sum of the paper has this over their number.
     weight: float = 1.0
     warmup: int = 100  # steps over which the weight grows from 0; make it that of the learning rate
