@@ -31,6 +31,7 @@ def require_room(config: Config, processes: int, gpu: int) -> None:
     config = for_device(config, gpu > 0)
     way = find_way(config)
     each = WEIGHT_BYTES[way.weights] + GRADIENT_BYTES[way.weights] + MOMENT_BYTES[way.moments]
+    each += FP32 if way.averages else 0
     _require_model(config.model, each, processes, gpu)
     for what, size in count_batch(config, way.element).items():
         _require(size // processes, what, gpu)

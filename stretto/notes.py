@@ -24,6 +24,8 @@ def explain_start(config: Config, mesh: Mesh, techniques: Techniques, first: int
     lines = [f"techniques: {', '.join(names) or 'none'}", *_explain_parts(config, mesh)]
     if config.train.compile:
         lines.append("compiling (train.compile): the first step of each shape of batch takes up to some minutes")
+    if config.train.ema:
+        lines.append(f"train.ema = {config.train.ema:g}: evaluations and samples are of a running mean of the weights")
     if first:
         left = f"{total - first:,} steps are left" if first < total else "no step is left"
         lines.append(f"resumed at step {first} of {total} from {config.run.dir}: {left}")

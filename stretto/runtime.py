@@ -70,6 +70,7 @@ class Runtime(Stoppable):
     pulse: dist.ProcessGroup | None = None  # of the heartbeats
     said: BaseException | None = None  # the error that was announced
     advise: Callable[[], str] = field(default=lambda: "")  # what to do when memory is full
+    reason: str = ""  # why a run has ended, where that is neither its last step nor a failure
 
     @property
     def name(self) -> str:
@@ -168,10 +169,10 @@ def describe_loss(who: str, timeout_s: float) -> str:
     return f"{who}, or did not answer within run.timeout_s = {timeout_s:g}: "
 
 
-def describe_end(error: BaseException | None, rank: int, step: int) -> dict[str, Any]:
-    """How a process ended, for exit.json, the log and other processes."""
+def describe_end(error: BaseException | None, rank: int, step: int, reason: str = "") -> dict[str, Any]:
+    """How a process ended, for exit.json, the log and other processes. `reason`: why, if it is not an error."""
     code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 0 if error is None else 1)
-    kind, message = ("", "") if error is None else (type(error).__name__, str(error))
+    kind, message = ("", reason) if error is None else (type(error).__name__, str(error))
     return {"code": code, "cause": kind, "message": message, "rank": rank, "step": step}
 
 

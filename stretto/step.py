@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stretto.average import Average
 from stretto.batch import Batch
 from stretto.gradients import Gradients
 from stretto.guard import Guard
-from stretto.optim import clip_gradients
+from stretto.optim import clip_gradients, count_state
 from stretto.precision import autocast
 from stretto.runtime import seed_all
 
@@ -30,15 +31,18 @@ class Update:
     device: torch.device
     clip: float  # global norm of gradients; 0: no limit
     seed: int
+    average: Average | None  # of the weights, after each update
     random_keys: tuple[int, ...] = ()  # what torch's generators depend on besides the seed and the micro-batch
     factor: Tensor = field(init=False)  # of the loss, on the device: a graph reads it there
 
     def __post_init__(self) -> None:
         self.factor = torch.ones((), device=self.device)
 
-    def begin(self, num_labels: int) -> None:
+    def begin(self, step: int, num_labels: int) -> None:
         """`num_labels` counts the predicted positions of the update in all processes, so each token weighs the same
         however the batch is divided."""
+        if self.average is not None:
+            self.average.begin(step)
         self.factor.fill_(self.gradients.copies / max(num_labels, 1))
 
     def seed_for(self, index: int) -> None:
@@ -52,6 +56,11 @@ class Update:
         self.scaler.scale(loss * (self.factor + self.guard.doubt(loss))).backward()
         self.gradients.settle()
         return loss.detach()
+
+    def count_state(self) -> dict[str, int]:
+        """The bytes that stay from step to step in this process, by role."""
+        mean = {"average of weights": self.average.count_bytes()} if self.average is not None else {}
+        return count_state(self.optimizer) | mean
 
     def apply(self) -> Tensor:
         """The norm of all gradients, which are then gone."""
@@ -69,5 +78,7 @@ class Update:
         else:
             optimizer.found_inf = cancel  # type: ignore[attr-defined]  # as GradScaler sets it
             optimizer.step()
+        if self.average is not None:
+            self.average.update()
         self.gradients.zero(optimizer)
         return norm

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from stretto.config import DataConfig
 from stretto.data.images import ImageData, read_image
@@ -15,10 +16,19 @@ from stretto.data.pairs import PairData, open_pair_data
 from stretto.data.stream import Data
 from stretto.data.text import TextData
 from stretto.data.tokenizer import Store, Tokenizer, keep_tokenizer, load_tokenizer
-from stretto.errors import DataError
+from stretto.errors import ConfigError, DataError
 from stretto.files import make_folder, remove_stale_drafts
 
-__all__ = ["Data", "PairData", "Tokenizer", "keep_tokenizer", "load_tokenizer", "open_data", "read_image"]
+__all__ = [
+    "Data",
+    "PairData",
+    "Tokenizer",
+    "keep_tokenizer",
+    "load_tokenizer",
+    "open_data",
+    "prepare_data",
+    "read_image",
+]
 
 
 def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0, fill_cache: bool = True) -> Data:
@@ -36,6 +46,16 @@ def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0, 
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # it is not the data's fault
         raise DataError(f"the data of data.train = {cfg.train!r} cannot be opened: {error}") from error
+
+
+def prepare_data(cfg: DataConfig, seed: int) -> str:
+    """Tokenises what the recipe's [data] names, once, into its cache, and says how much it is."""
+    if cfg.task == "images":
+        raise ConfigError("data.task = 'images': there is nothing to tokenise")
+    if not cfg.cache:
+        raise ConfigError('data.cache = "": name the folder where token files are to be kept, for the run too')
+    with TemporaryDirectory() as folder:  # what a run would keep of the data besides
+        return open_data(cfg, seed=seed, folder=Path(folder)).describe()
 
 
 def _open(cfg: DataConfig, seed: int, folder: Path, image_size: int, fill_cache: bool) -> Data:

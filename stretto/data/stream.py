@@ -29,6 +29,11 @@ class Data(ABC):
     num_eval_batches: int
     fingerprint: str  # of what training reads, wherever it lies: a resumed run must find the same
 
+    @property
+    def batches_per_epoch(self) -> float:
+        """Micro-batches in one pass over the training data, where all have as many samples as the first one."""
+        return self.num_train / len(self.train_batch(0).samples)
+
     @abstractmethod
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
         """Returns micro-batch number `index` of the endless training stream, or one of `parts` shares of it."""

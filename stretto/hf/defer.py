@@ -102,6 +102,7 @@ class Request:
 
     trial: bool = False  # whether padding is left out of batches that were not tried yet
     planned: bool = False  # whether the caller knows the batch beforehand, and has put it into its `Call`
+    loss_only: bool = False  # whether the caller looks at nothing but the loss
     tried: Tried = UNTRIED
     given: frozenset[str] = frozenset()  # arguments of the outermost model
     ids: Tensor | None = None  # tokens of the outermost model

@@ -460,7 +460,7 @@ def draw_padded(
 def with_labels(model: PreTrainedModel, batch: Batch, called: nn.Module) -> Iterator[tuple[str, Batch]]:
     """The batch with labels of each kind that a model, or the module around it that is called, may take: of tokens, of
     rows, none."""
-    if "labels" in argument_names(called):
+    if "labels" in argument_names(called) or (takes_any_name(called) and "labels" in argument_names(model)):
         pair = "decoder_input_ids" in batch
         mask = batch["decoder_attention_mask" if pair else "attention_mask"]
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -15,6 +15,8 @@ fewer rows.
     step = stretto.hf.Step(model, optimizer, clip=1.0)
     for batch in loader:
         loss = step(batch)
+
+In several processes each calls it with batches of its own; the gradients become one sum between two graphs.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from stretto.buckets import round_to_bucket
 from stretto.hf.acceleration import is_accelerated, set_step
 from stretto.hf.update import Update, find_obstacle
 from stretto.optim import FlatAdamW
+from stretto.replicas import hash_weights
 
 LENGTHS = 8  # number of buckets of lengths between two powers of two
 
@@ -152,29 +155,47 @@ def _pad(values: Sequence[Tensor], width: int, fill: int) -> Tensor:
 
 
 class Step:
-    def __init__(self, model: nn.Module, optimizer: FlatAdamW, clip: float = 0.0) -> None:
-        """`clip` is the largest norm of the gradients; with 0 there is none."""
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        if several or isinstance(model, DistributedDataParallel):
-            raise ValueError("Step is for one process: it does not exchange gradients; stretto.hf.Trainer does")
+    def __init__(self, model: nn.Module, optimizer: FlatAdamW, clip: float = 0.0, accumulate: int = 1) -> None:
+        """`clip` is the largest norm of the gradients; with 0 there is none. An update is by the mean of the losses of
+        `accumulate` batches, and of all processes."""
+        if isinstance(model, DistributedDataParallel):
+            raise ValueError("Step takes the model inside DistributedDataParallel: it exchanges gradients itself")
+        if accumulate < 1:
+            raise ValueError(f"accumulate = {accumulate} is the number of batches of an update: at least 1")
         if not is_accelerated(model):
             raise ValueError(f"Step takes an accelerated model, not {type(model).__name__}: stretto.accelerate(model)")
         if not isinstance(optimizer, FlatAdamW):
             raise ValueError(f"Step takes stretto.optim.FlatAdamW, not {type(optimizer).__name__}")
-        self.model = model
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world > 1:
+            _check_alike(model, optimizer, world)
+        self.model, self.accumulate, self.share = model, accumulate, 1.0 / (accumulate * world)
         self.updates = 0  # number of updates so far, for schedules; a run that is resumed sets it
-        self.update = Update(model, optimizer, clip, self._backpropagate, find_obstacle(model))
+        self.added = 0  # batches whose gradients wait for an update
+        several = self.share < 1.0
+        self.update = Update(model, optimizer, clip, self._backpropagate, find_obstacle(model), several)
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
-        """The loss, still on the device. Tensors of the batch may be on the CPU."""
+        """The loss of this batch, still on the device. Tensors of the batch may be on the CPU."""
         number = self.updates
-        self.updates += 1
-        set_step(self.model, number)
-        return self.update.run(self.update.plan(batch), number)
+        set_step(self.model, number, 1.0 / self.accumulate)
+        self.added = (self.added + 1) % self.accumulate
+        last = self.added == 0
+        self.updates += last
+        return self.update.run(self.update.plan(batch), number, last)
 
     def _backpropagate(self, inputs: dict[str, Any]) -> Tensor:
         loss: Tensor | None = self.model(**inputs).loss
         if loss is None:
             raise ValueError(f"{type(self.model).__name__} gave no loss: the batch needs labels")
-        loss.backward()  # type: ignore[no-untyped-call]
+        part = loss if self.share == 1.0 else self.share * loss
+        part.backward()  # type: ignore[no-untyped-call]
         return loss
+
+
+def _check_alike(model: nn.Module, optimizer: FlatAdamW, world: int) -> None:
+    _, hashes = hash_weights(model, optimizer)
+    found = [torch.empty_like(hashes) for _ in range(world)]
+    dist.all_gather(found, hashes)
+    if any(not torch.equal(other, hashes) for other in found):
+        raise ValueError("the processes begin with different weights: load the same ones, or seed torch before")

@@ -125,7 +125,9 @@ def is_watched(module: nn.Module) -> bool:
     """Whether the user looks at what it is given and gives, and has to find rectangles there; wrappers do not care."""
     own = module.__dict__
     if "forward" in own and not own.keys() & {"_hf_hook", "_original_forward"}:  # those are Accelerate's
-        return True
+        code = getattr(own["forward"], "__func__", own["forward"])
+        if not getattr(code, "__globals__", {}).get("__name__", "").startswith("trl."):  # reads labelled positions
+            return True
     hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
     return any(_origin(hook).partition(".")[0] not in WRAPPERS for hook in hooks)
 

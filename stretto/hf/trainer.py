@@ -32,7 +32,7 @@ from stretto.convert.families import FAMILIES, convert_config
 from stretto.errors import ConfigError
 from stretto.flops import training_flops
 from stretto.hf.acceleration import accelerate, gates_of, is_accelerated, set_step, techniques_of
-from stretto.hf.defer import is_planned, logits_wanted_for_loss
+from stretto.hf.defer import Call, Request, calling, is_planned, logits_wanted_for_loss
 from stretto.hf.unpad import has_labels_on_padding
 from stretto.hf.update import Update, can_record, find_obstacle
 from stretto.optim import FlatAdamW
@@ -186,6 +186,9 @@ class Trainer(transformers.Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         outside = self.label_smoother is not None or self.compute_loss_func is not None
+        if not outside and not (is_planned() or (args[0] if args else kwargs.get("return_outputs"))):
+            with calling(Call(request=Request(loss_only=True))):
+                return super().compute_loss(model, inputs, *args, **kwargs)
         if not outside or "labels" not in inputs:
             return super().compute_loss(model, inputs, *args, **kwargs)
         mask = inputs.get("decoder_attention_mask" if self.meter.pairs else "attention_mask")

@@ -47,11 +47,13 @@ from stretto.hf.trial import Result, Stage, find_difference, run
 
 log = logging.getLogger(__name__)
 MASKS = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}  # masks, and what they mask
-OPTIONS = {"return_dict", "use_cache", "logits_to_keep", "num_items_in_batch"}  # arguments that concern no token
+OPTIONS = {  # arguments that concern no token; with the last one TRL reads labelled positions alone
+    "return_dict", "use_cache", "logits_to_keep", "num_items_in_batch", "fused_lm_head",
+}  # fmt: skip
 SETTINGS = str | bool | int | float
 HANDED_ON = {  # arguments of the model around the layers that the layers get packed, or never
     "input_ids", "inputs_embeds", "attention_mask", "position_ids", "encoder_hidden_states", "encoder_attention_mask",
-    "token_type_ids", "labels",
+    "token_type_ids", "labels", "seq_idx",  # the last one says what cu_seq_lens_q says
 }  # fmt: skip
 
 
@@ -95,7 +97,21 @@ class Outside:
             ("torch.", "stretto.")
         )  # FSDP's are derived
         children = tuple(self.module._modules.values())
-        return replaced or children != self.children or (not self.watched and is_watched(self.module))
+        same = children == self.children or _are_alike(children, self.children)
+        return replaced or not same or (not self.watched and is_watched(self.module))
+
+
+def _are_alike(children: Sequence[nn.Module | None], before: Sequence[nn.Module | None]) -> bool:
+    """Whether nothing is new but embeddings and output layers, as where a vocabulary grows: they see a token alone."""
+    return len(children) == len(before) and all(
+        new is old or any(isinstance(old, kind) and _is_plain(new, kind) for kind in (nn.Embedding, nn.Linear))
+        for new, old in zip(children, before, strict=True)
+    )
+
+
+def _is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    theirs = type(module).__module__.startswith(("torch.", "transformers."))
+    return isinstance(module, kind) and theirs and not is_watched(module)
 
 
 @dataclass(eq=False)
@@ -127,7 +143,8 @@ def enter(
         before = None if outer.model in seat.kin else before  # one of its own parts was left by an interrupt
         outer = Call()  # a call of another model goes on
     given, names = find.given_arguments(model, args, kwargs), argument_names(model)
-    call = _describe_call(model, seat, given, outer)
+    masked = add_target_mask(given, model, seat.tried) if seat.unpad and outer.request.loss_only else given
+    call = _describe_call(model, seat, masked, outer)
     call.before = before
     if outer.model is None:
         _describe_request(call, model, seat, given)
@@ -137,13 +154,30 @@ def enter(
         recomputed = model.training and any(getattr(m, "gradient_checkpointing", False) for m in (model, layers[0]))
         call.chain = () if recomputed or any(map(is_touched, layers)) else layers[:-1]
     set_call(call)
-    unwanted = seat.works_without_cache and model.training and not call.request.as_tuple
-    if unwanted and "use_cache" in names and given.get("use_cache") is None:  # nobody reads a cache while training
+    if masked is not given and not call.rectangle:
+        target = masked["decoder_attention_mask"]
+        if any(mask is target and not facts.whole for mask, facts in call.known.masks):
+            args, kwargs = find.replace_arguments(model, args, kwargs, decoder_attention_mask=target)
+    scored = model.training or call.labels is not None
+    unwanted = seat.works_without_cache and scored and not call.request.as_tuple
+    if unwanted and "use_cache" in names and given.get("use_cache") is None:  # who wants a loss reads no cache
         args, kwargs = find.replace_arguments(model, args, kwargs, use_cache=False)
         given["use_cache"] = False
     if seat.stack is not None and seat.stack.is_whole():
         _decide(call, seat.stack, given, seat.unpad and not call.rectangle, seat.packed)
     return args, kwargs
+
+
+def add_target_mask(batch: dict[str, Any], model: PreTrainedModel, tried: Tried) -> dict[str, Any]:
+    """With a mask of the target, where a decoder has none: behind the last label is padding, which it sees from there
+    alone."""
+    labels, name = batch.get("labels"), "decoder_attention_mask"
+    theirs = not model.config.is_encoder_decoder or name not in tried.names or batch.get(name) is not None
+    if theirs or not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return batch
+    mask = (labels != IGNORE).flip(1).cumsum(1).flip(1).clamp(max=1)
+    mask[:, :1] = 1
+    return batch | {name: mask}
 
 
 def _describe_call(model: PreTrainedModel, seat: Seat, given: dict[str, Any], outer: Call) -> Call:
@@ -609,6 +643,8 @@ def compare_padded(stage: Stage, model: nn.Module, inputs: Batch, labels: str, t
             except Exception as error:
                 log.debug("%s, %s: %s", type(model).__name__, sorted(inputs), error)
                 return False if trial else None
+            if labels and "labels" not in request.given:
+                return None  # what is called has kept them to itself
     if training and find_difference(results[1], results[0]):
         return None
     return request.ran_packed and find_difference(results[-1], results[0]) is None

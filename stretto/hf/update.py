@@ -38,7 +38,7 @@ from stretto.hf.acceleration import outermost, report, techniques_of
 from stretto.hf.defer import Call, Facts, Known, Request, Tried, calling
 from stretto.hf.find import argument_names, pad_id
 from stretto.hf.modules import is_watched
-from stretto.hf.unpad import MASKS, get_to_know, is_familiar
+from stretto.hf.unpad import MASKS, add_target_mask, get_to_know, is_familiar
 from stretto.optim import FlatAdamW, clip_gradients
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def plan(batch: Mapping[str, Any], model: PreTrainedModel, tried: Tried) -> Plan
     mask stays unknown."""
     if any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
         return None
-    inputs = _add_mask(dict(batch), model, tried)
+    inputs = add_target_mask(dict(batch), model, tried)
     known = get_to_know(inputs, argument_names(model), pad_id(model))
     if known.labels_on_padding or any(facts.sides & {"empty", "holes"} for _, facts in known.masks):
         return None
@@ -162,18 +162,6 @@ def _round(facts: Facts, mask: Tensor) -> Facts:
 
 def _is_tried(inputs: Mapping[str, Any], masks: Mapping[str, Facts], model: PreTrainedModel, tried: Tried) -> bool:
     return is_familiar(model, inputs, tried) and all(tried.covers(facts, inputs) for facts in masks.values())
-
-
-def _add_mask(batch: dict[str, Any], model: PreTrainedModel, tried: Tried) -> dict[str, Any]:
-    """With a mask of the target, where a decoder has none: behind the last label is padding, which it sees from there
-    alone."""
-    labels, name = batch.get("labels"), "decoder_attention_mask"
-    theirs = not model.config.is_encoder_decoder or name not in tried.names or batch.get(name) is not None
-    if theirs or not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
-        return batch
-    mask = (labels != IGNORE).flip(1).cumsum(1).flip(1).clamp(max=1)
-    mask[:, :1] = 1
-    return batch | {name: mask}
 
 
 def _widen(
@@ -258,6 +246,7 @@ class Update:
             executor.turn_to(key)
             loss = executor.learn(batch)
             if last:
+                self.gradients.finish()
                 self.norm = executor.apply()
         return loss
 
@@ -277,7 +266,8 @@ class Update:
     def learn(self, batch: Planned | dict[str, Any]) -> Tensor:
         self.gradients.attach()
         if not isinstance(batch, Planned):
-            loss = self.backpropagate(batch)
+            with calling(Call(request=Request(loss_only=True))):
+                loss = self.backpropagate(batch)
         else:
             with calling(Call(known=batch.known(), request=Request(planned=True))):
                 loss = self.backpropagate(dict(batch.inputs))

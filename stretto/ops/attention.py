@@ -50,6 +50,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from stretto.ops import attention_kernels as kernels
 from stretto.ops.dropout import mix_ref, row_words_ref
@@ -320,8 +321,29 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tupl
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-_attention = Op("attention", attention_ref, launch_attention, fake=_new_outputs)
-_attention_backward = Op("attention_backward", attention_backward_ref, launch_attention_backward, fake=_new_gradients)
+def _count(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_max: int, k_max: int) -> int:
+    """Two products of all queries and keys of a sequence, as torch counts them: a causal mask halves nothing. Where
+    the lengths are not known, each is the longest."""
+    if isinstance(q_offsets, FakeTensor) or q_offsets.is_meta:
+        pairs = (len(q_offsets) - 1) * q_max * k_max
+    else:
+        pairs = int((q_offsets.diff().long() * k_offsets.diff()).sum())
+    return 4 * pairs * q.shape[1] * q.shape[2]
+
+
+def _count_backward(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_max: int, k_max: int) -> int:
+    """Five products, of which one computes the scores again."""
+    return 5 * _count(q, q_offsets, k_offsets, q_max, k_max) // 2
+
+
+_attention = Op("attention", attention_ref, launch_attention, fake=_new_outputs, flops=_count)
+_attention_backward = Op(
+    "attention_backward",
+    attention_backward_ref,
+    launch_attention_backward,
+    fake=_new_gradients,
+    flops=_count_backward,
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

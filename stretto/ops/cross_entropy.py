@@ -42,7 +42,7 @@ from torch import Tensor
 
 from stretto.ops.language import cdiv, jit, next_power_of_2, product_dtype, runs_kernels, tl, wide, wide_dtype
 from stretto.ops.op import Op
-from stretto.ops.products import Product, add_dweight, compute_dx, multiply_into
+from stretto.ops.products import Product, add_dweight, compute_dx, count_flops, multiply_into
 
 LOG2_E = tl.constexpr(1.4426950408889634) if tl else None
 CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # the most rows of logits in a chunk, and their most bytes
@@ -223,7 +223,13 @@ def run_chunks(
     return loss, dx, dweight, dbias
 
 
-_linear_cross_entropy = Op("linear_cross_entropy", run_chunks, fake=new_results)
+def _count(x: Tensor, weight: Tensor, needed: list[bool]) -> int:
+    """Forward and backward, which are one."""
+    need_x, need_weight, _ = needed
+    return (1 + need_x + need_weight) * count_flops(len(x), weight)
+
+
+_linear_cross_entropy = Op("linear_cross_entropy", run_chunks, fake=new_results, flops=_count)
 
 
 @jit

@@ -41,7 +41,7 @@ from stretto.ops import language
 from stretto.ops.language import cdiv, dense_rows, jit, next_power_of_2, runs_kernels, tl, wide
 from stretto.ops.linear import linear_gradients
 from stretto.ops.op import Op
-from stretto.ops.products import Kept, Product, join_rows, multiply, split_rows
+from stretto.ops.products import Kept, Product, count_flops, join_rows, multiply, split_rows
 from stretto.ops.sums import launch_sums
 
 ROTATED = 2  # parts, the first ones: queries and keys
@@ -214,7 +214,12 @@ def _turn(out: Tensor, size: int, rotated: int, cos: Tensor | None, sin: Tensor 
     return out
 
 
-_project = Op("project_heads", _project_and_turn, fake=lambda x, weights: x.new_empty(len(x), sum(map(len, weights))))
+_project = Op(
+    "project_heads",
+    _project_and_turn,
+    fake=lambda x, weights: x.new_empty(len(x), sum(map(len, weights))),
+    flops=lambda x, weights: count_flops(len(x), *weights),
+)
 _merge = Op("merge_heads", merge_heads_ref, launch_merge_heads, fake=_new_merged)
 
 

@@ -37,8 +37,13 @@ def _new_some_gradients(dout: Tensor, x: Tensor | None, weights: list[Tensor]) -
     return [dout.new_empty(shape) for shape in shapes]
 
 
+def _count_some(dout: Tensor, x: Tensor | None, weights: list[Tensor]) -> int:
+    dweight = 0 if x is None else 2 * dout.numel() * x.shape[1]
+    return products.count_flops(dout.shape[0], *weights) + dweight
+
+
 # The weights are cast and joined inside the op, where a compiler cannot decide to keep the copy of the forward pass.
-_linear_backward = Op("linear_backward", _compute_gradients, fake=_new_some_gradients)
+_linear_backward = Op("linear_backward", _compute_gradients, fake=_new_some_gradients, flops=_count_some)
 
 
 def linear_gradients(dout: Tensor, x: Tensor | None, weights: Sequence[Tensor]) -> list[Tensor | None]:
@@ -123,8 +128,16 @@ def _new_gradients(x: Tensor, weights: list[Tensor], need_x: bool) -> list[Tenso
     return [t.new_empty(t.shape) for t in ([x] if need_x else []) + weights]
 
 
-_linears = Op("linears", _multiply_all, fake=_new_out)
-_linears_backward = Op("linears_backward", _compute_all_gradients, fake=_new_gradients)
+def _count_all(x: Tensor, weights: list[Tensor]) -> int:
+    return products.count_flops(len(x), *weights)
+
+
+def _count_all_backward(x: Tensor, weights: list[Tensor], need_x: bool) -> int:
+    return (1 + need_x) * _count_all(x, weights)
+
+
+_linears = Op("linears", _multiply_all, fake=_new_out, flops=_count_all)
+_linears_backward = Op("linears_backward", _compute_all_gradients, fake=_new_gradients, flops=_count_all_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

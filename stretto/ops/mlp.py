@@ -41,6 +41,7 @@ from stretto.ops.products import (
     Product,
     compute_dweight,
     compute_some_gradients,
+    count_flops,
     join_rows,
     multiply,
     split_rows,
@@ -137,8 +138,26 @@ def _new_gradients(
     return _new_needed(x, (x.shape, up, up[:1], down, down[:1]), dtypes, needed)
 
 
-_mlp = Op("mlp", run_mlp, fake=_new_outputs)
-_mlp_backward = Op("mlp_backward", run_mlp_backward, fake=_new_gradients)
+def _count_forward(x: Tensor, up_weight: Tensor, down_weight: Tensor) -> int:
+    return count_flops(len(x), up_weight, down_weight)
+
+
+def _count_backward(x: Tensor, up_weight: Tensor, down_weight: Tensor, kept: Tensor | None, needed: list[bool]) -> int:
+    """With the product that is computed again where it was not kept."""
+    need_x, need_up_weight, need_up_bias, need_down_weight, _ = needed
+    some = need_x or need_up_weight or need_up_bias
+    ups = need_x + need_up_weight + (kept is None and (some or need_down_weight))
+    downs = some + need_down_weight
+    return ups * count_flops(len(x), up_weight) + downs * count_flops(len(x), down_weight)
+
+
+def _count_down_backward(dout: Tensor, weight: Tensor, needed: list[bool]) -> int:
+    need_pre, _, need_weight = needed
+    return (need_pre + need_weight) * count_flops(len(dout), weight)
+
+
+_mlp = Op("mlp", run_mlp, fake=_new_outputs, flops=_count_forward)
+_mlp_backward = Op("mlp_backward", run_mlp_backward, fake=_new_gradients, flops=_count_backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -259,9 +278,14 @@ def _new_down_gradients(kept: Tensor, bias: Tensor | None, weight: Tensor, neede
 
 
 _activate_linear = Op(
-    "activate_linear", _activate_multiply, fake=lambda pre, weight: pre.new_empty(pre.shape[0], weight.shape[0])
+    "activate_linear",
+    _activate_multiply,
+    fake=lambda pre, weight: pre.new_empty(pre.shape[0], weight.shape[0]),
+    flops=lambda pre, weight: count_flops(len(pre), weight),
 )
-_activate_linear_backward = Op("activate_linear_backward", run_down_backward, fake=_new_down_gradients)
+_activate_linear_backward = Op(
+    "activate_linear_backward", run_down_backward, fake=_new_down_gradients, flops=_count_down_backward
+)
 
 
 def _save_pre(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from stretto.ops.language import INTERPRET
 
@@ -43,10 +44,18 @@ class Op:
 
     The arguments of the op are the parameters of `body`; if the first one is a NamedTuple, the fields of that tuple
     stand in its place, and the kernel takes such a tuple too. `fake` makes empty results: its parameters without
-    default are the arguments that shapes and dtypes depend on, found by their names."""
+    default are the arguments that shapes and dtypes depend on, found by their names. `flops`, for an op with products,
+    counts their FLOPs as torch counts its own, for FlopCounterMode; its arguments are found likewise."""
 
     def __init__(
-        self, name: str, body: Body, kernel: Body | None = None, *, fake: Body, tags: Sequence[torch.Tag] = ()
+        self,
+        name: str,
+        body: Body,
+        kernel: Body | None = None,
+        *,
+        fake: Body,
+        flops: Callable[..., int] | None = None,
+        tags: Sequence[torch.Tag] = (),
     ) -> None:
         schema, names, arguments = infer_schema(body)
         bodies = {"cpu": kernel if kernel and INTERPRET else body, "cuda": kernel or body}
@@ -57,10 +66,12 @@ class Op:
         self.definition = torch.library.custom_op(f"stretto::{name}", self.bodies["cpu"], tags=tags, **options)
         if kernel:
             self.definition.register_kernel("cuda")(self.bodies["cuda"])
-        self.overload: Any = getattr(torch.ops.stretto, name).default  # the op as torch sees it
-        needed = inspect.signature(fake).parameters.values()
-        places = [names.index(parameter.name) for parameter in needed if parameter.default is parameter.empty]
-        self.definition.register_fake(lambda *args: fake(*(args[i] for i in places)))
+        packet: Any = getattr(torch.ops.stretto, name)
+        self.overload = packet.default  # the op as torch sees it
+        self.definition.register_fake(pick_arguments(fake, names))
+        if flops:
+            counted = pick_arguments(flops, names)
+            register_flop_formula(packet, get_raw=True)(lambda *args, out_val: counted(*args))
 
     def gradient(self, save: Callable[..., None]) -> Callable[[Body], Body]:
         """Decorates the function that computes the gradients, from what `save` kept after the forward pass."""
@@ -114,6 +125,13 @@ def pack_arguments(function: Body, arguments: Any) -> Body:
     """The function of a NamedTuple and more as a function of the fields of the tuple and more."""
     new, count = tuple.__new__, len(arguments._fields)  # `new` takes a third of the time of `_make`, which counts
     return lambda *args: function(new(arguments, args[:count]), *args[count:])
+
+
+def pick_arguments(function: Body, names: Sequence[str]) -> Body:
+    """The function of those arguments that its parameters without default name, as a function of all of them."""
+    parameters = inspect.signature(function).parameters.values()
+    places = [names.index(parameter.name) for parameter in parameters if parameter.default is parameter.empty]
+    return lambda *args: function(*(args[i] for i in places))
 
 
 def fill_in(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -81,6 +81,11 @@ def add_dweight(total: Tensor, dout: Tensor, x: Tensor, beta: float) -> None:
         total.addmm_(dout.t().to(total.dtype), x.to(total.dtype), beta=beta)
 
 
+def count_flops(rows: int, *weights: Tensor) -> int:
+    """Returns the FLOPs of one product of so many rows with each weight, forward or backward."""
+    return 2 * rows * sum(weight.numel() for weight in weights)
+
+
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

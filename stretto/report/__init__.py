@@ -32,7 +32,6 @@ from rich.segment import Segment
 from stretto.config import Config
 from stretto.errors import tell
 from stretto.files import open_in_place, open_regular, replacing
-from stretto.optim import count_state
 from stretto.plan import predict_for
 from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, read_clock, total_memory
 
@@ -109,7 +108,7 @@ class Report:
         self.board = SummaryWriter(str(folder), purge_step=resume_at + 1)
 
     def start(self, environment: dict[str, Any], *descriptions: str) -> None:
-        self.event(environment=environment)
+        self.event(environment=environment, notes=descriptions)
         for text in (environment["device"], *descriptions):
             self.say(text)
 
@@ -157,13 +156,14 @@ class Report:
         words = [f"{name} {value:.4f}" for name, value in scores.items() if name not in COUNTS]
         self.say(GAP.join([f"step {step}", *words, "({} of {} batches)".format(*(scores[name] for name in COUNTS))]))
 
-    def memory_line(self, config: Config, optimizer: torch.optim.Optimizer, rt: Runtime) -> None:
-        """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch."""
+    def memory_line(self, config: Config, state: dict[str, int], rt: Runtime) -> None:
+        """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch. `state`:
+        the bytes that stay from step to step, by role."""
 
         def compare() -> None:
             known = rt.world == 1 and not config.model.own
             predicted = predict_for(config, total_memory(rt.device)) if known else {}
-            measured = count_state(optimizer) | count_gpu_memory(rt.device)
+            measured = state | count_gpu_memory(rt.device)
             self.event(memory={"measured": measured, "predicted": predicted})
 
         self.attempt("the account of memory", compare)

@@ -94,12 +94,15 @@ def run_rank(rank: int, port: int, folder: str) -> None:
             torch.save(gradients, Path(folder) / f"{family}.pt")
     with pytest.raises(ValueError, match="the model inside DistributedDataParallel, before it is wrapped"):
         stretto.accelerate(model)
-    for each in (model, model.module):
-        with pytest.raises(ValueError, match="Step is for one process"):
-            Step(each, FlatAdamW(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="Step takes the model inside DistributedDataParallel"):
+        Step(model, FlatAdamW(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    with pytest.raises(ValueError, match="the processes begin with different weights"):
+        Step(model.module, FlatAdamW(model.parameters(), lr=0.1))
     # Gloo's thread may still want the GIL for the last sum; whoever destroys its group with it in hand waits for ever.
     torch.distributed.barrier()
-    del model, each
+    del model
     torch.distributed.destroy_process_group()
 
 

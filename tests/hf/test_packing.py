@@ -57,6 +57,20 @@ def test_layers_see_real_tokens_only(family: str) -> None:
     assert set(tokens) == ({18, 14} if family in PAIRS else {18})
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
+def test_whoever_evaluates_a_loss_keeps_no_cache(family: str) -> None:
+    """By its configuration a decoder keeps a cache, and with it its padding, unless labels are given."""
+    batch = draw_batch(family)
+    plain, model = build(family).eval(), accelerated(family).eval()
+    assert model.config.use_cache
+    with torch.no_grad(), count_tokens() as tokens:
+        found, expected = model(**batch), plain(**batch)
+        assert set(tokens) == ({18, 14} if family in PAIRS else {18}) and found.get("past_key_values") is None
+        ours, theirs = (each(**batch, use_cache=True).get("past_key_values") for each in (model, plain))
+        assert (ours is None) == (theirs is None) == (family == "bart"), "which keeps none beside labels"
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("family", ["bert", "bert-classes", "roberta", "llama", "gpt2", "bart", "t5"])
 def test_any_mask_gives_the_result_of_the_untouched_model(family: str, mask: str) -> None:

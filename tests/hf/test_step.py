@@ -57,6 +57,28 @@ def test_updates_are_those_of_a_plain_loop(family: str) -> None:
     assert_same_updates(family, [draw_batch(family, lengths, seed) for seed, lengths in enumerate(LENGTHS)])
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_gradients_of_several_batches_are_added_up(family: str) -> None:
+    """Also where a batch is launched among others that are planned: its mask has holes."""
+    (model, optimizer), (other, others) = make(family), make(family)
+    step = Step(model, optimizer, clip=0.5, accumulate=3)
+    batches = [draw_batch(family, LENGTHS[seed % len(LENGTHS)], seed) for seed in range(6)]
+    batches[3]["attention_mask"] = batches[3]["input_ids"] % 5 != 0
+    batches[3]["labels"][~batches[3]["attention_mask"]] = -100
+    for number, batch in enumerate(batches):
+        found = step(batch)
+        loss = other(**{name: t.to(DEVICE) for name, t in batch.items()}).loss
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-4, atol=1e-5)
+        (loss / 3).backward()
+        if number % 3 == 2:
+            clip_gradients(other, others, 0.5)
+            others.step()
+            others.zero_grad()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    assert step.updates == 2
+
+
 def test_batches_of_other_lengths_share_a_plan() -> None:
     known = outermost(accelerated("bert"))
     one, two, three = (
@@ -173,6 +195,8 @@ def test_mistakes_are_named() -> None:
     batch = {name: value.to(DEVICE) for name, value in draw_batch("bert").items() if name != "labels"}
     with pytest.raises(ValueError, match="BertForMaskedLM gave no loss: the batch needs labels"):
         Step(model, optimizer)(batch)
+    with pytest.raises(ValueError, match="accumulate = 0 is the number of batches of an update: at least 1"):
+        Step(model, optimizer, accumulate=0)
     with pytest.raises(ValueError, match="FlatAdamW, not SGD"):
         Step(model, torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
     step, batch = Step(model, optimizer), draw_batch("bert")

@@ -26,6 +26,7 @@ from stretto.hf.loop import DataCollator
 from stretto.hf.trainer import ScheduledAdamW, Seq2SeqTrainer, SpeedMeter, Trainer, count_batch, find_counterpart
 from stretto.ops.cross_entropy import linear_cross_entropy
 from tests.hf.families import VOCAB, build
+from tests.hf.observe import count_tokens
 from tests.hf.trainers import add_dropout, assert_same_way, draw_samples, history, make, train_both
 
 Sample = dict[str, Any]
@@ -113,6 +114,20 @@ def test_label_smoothing_of_pairs(tmp_path: Path) -> None:
     assert_same_way(trainers[0], trainers[1])
     found, expected = (trainer.evaluate()["eval_loss"] for trainer in trainers)
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_targets_without_a_mask_lose_their_padding(tmp_path: Path) -> None:
+    """Behind the last label is padding, where nobody but the loss reads the logits; a batch without any has no mask."""
+    ours, theirs = (make(kind, "marian", tmp_path) for kind in (Trainer, hf.Trainer))
+    with count_tokens() as tokens:
+        ours.train()
+    theirs.train()
+    assert_same_way(ours, theirs)
+    lengths = {name: sum(len(sample[name]) for sample in draw_samples("marian")) for name in ("input_ids", "labels")}
+    assert sum(tokens) == 2 * lengths["input_ids"] + 4 * lengths["labels"], "layers of 1 and 2 attentions"
+    batch = DataCollator(1)(draw_samples("marian")[:4])
+    logits = [trainer.compute_loss(trainer.model, dict(batch), True)[1].logits for trainer in (ours, theirs)]
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
