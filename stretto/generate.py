@@ -35,8 +35,8 @@ def sample(
     top_p: float = 1.0,
 ) -> str:  # fmt: skip
     """Returns the prompt and what the language model writes after it; of a model that was trained to answer, the answer
-    alone. Temperature 0 takes the likeliest token; else one
-    of the `top_k` likeliest, and of these one of the fewest that together have the share `top_p`."""
+    alone. Temperature 0 takes the likeliest token; else one of the `top_k` likeliest, and of these one of the fewest
+    that together have the share `top_p`."""
     model, tokenizer = trained.model, _tokenizer(trained)
     assert isinstance(model, Decoder)
     chat, ends = trained.chat, frozenset({tokenizer.eos}) if trained.chat is None else trained.chat.find_ends(tokenizer)
@@ -89,7 +89,7 @@ def fill(trained: Trained, text: str, top: int = 5) -> list[list[tuple[str, floa
     at = (tokens == tokenizer.mask).nonzero()[:, 0]
     inputs = Sequences(tokens, torch.arange(len(ids)), dense_layout(1, len(ids)))
     batch = Batch(at, Counts(0, 0, 0, 0), (), inputs, at)
-    logits = model.logits(batch.to(trained.device)).float().cpu() + _forbidden(tokenizer, model.cfg.vocab, frozenset())
+    logits = model.logits(batch.to(trained.device)).float().cpu() + _forbidden(tokenizer, model.cfg.vocab)
     values, found = logits.softmax(-1).topk(min(top, int(logits[0].isfinite().sum())))
     return [
         [(tokenizer.decode([token]), value) for token, value in zip(row, row_values, strict=True)]
@@ -205,7 +205,7 @@ def _find_likeliest(trained: Trained, logits: Tensor, top: int) -> list[list[tup
     ]
 
 
-def _forbidden(tokenizer: Tokenizer, vocab: int, ends: frozenset[int]) -> Tensor:
+def _forbidden(tokenizer: Tokenizer, vocab: int, ends: frozenset[int] = frozenset()) -> Tensor:
     """Returns [vocab]: minus infinity for special tokens but those ends and for ids beyond the tokenizer, else 0."""
     penalty = torch.zeros(vocab)
     penalty[tokenizer.size :] = -torch.inf

@@ -90,12 +90,19 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None, ow
 def _restore(model: Model, checkpoints: Path, step: int) -> bool:
     """Whether the weights are those of that step: a run that goes on may have deleted its checkpoint meanwhile."""
     try:
-        checkpoint.restore_weights(model, checkpoint.find_used(checkpoint.open_stored(checkpoints, step)))
+        checkpoint.restore_weights(model, _use_means(checkpoint.open_stored(checkpoints, step)))
     except CheckpointError:
         if (checkpoints / name_step(step)).exists():
             raise
         return False
     return True
+
+
+def _use_means(stored: checkpoint.Stored) -> checkpoint.Stored:
+    """With the weights that were evaluated: their means, where a run has kept them."""
+    prefix = f"{checkpoint.MEAN}/"
+    means = {name.removeprefix(prefix): mean for name, mean in stored.moments.items() if name.startswith(prefix)}
+    return replace(stored, weights={**stored.weights, **means})
 
 
 def _load_labels(path: Path) -> tuple[str, ...]:
