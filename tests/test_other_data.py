@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from stretto.cli import app
 from stretto.errors import DataError, StrettoError
-from stretto.evaluate import measure
+from stretto.score import measure
 from stretto.train import train
 from tests.corpora import write_corpus, write_images, write_pairs
 from tests.runs import MakeConfig
