@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, Preempted, StrettoError, tell
 from stretto.signals import stop_early
 
@@ -46,6 +47,9 @@ def train(
     recipe: Recipe,
     override: Override = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint, if any")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="first choose what `stretto plan` would for this machine: the same training")
+    ] = False,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="then find out what each technique contributes, by short runs without it")
     ] = False,
@@ -55,6 +59,14 @@ def train(
     from stretto.recipes import load_recipe
 
     config = load_recipe(recipe, override)  # before torch is imported: mistakes answer at once
+    if plan and resume:
+        raise typer.BadParameter("a run that goes on stays as it was planned: leave it out", param_hint="--plan")
+    if plan:
+        from stretto.planning.search import plan_run
+
+        config, chosen = plan_run(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(chosen)
     if ablate and not config.report.ablate:
         config = replace(config, report=replace(config.report, ablate=ABLATE_STEPS))
     if config.report.ablate:
@@ -221,22 +233,49 @@ def export(
 def plan(
     recipe: Recipe,
     override: Override = [],  # noqa: B006
-    memory: Annotated[bool, typer.Option("--memory", help="the bytes of a training step, by role")] = False,
-    gpu_memory: Annotated[str, typer.Option(help="of a card, such as 16GiB: which batch fits into it")] = "",
-    pipeline: Annotated[bool, typer.Option("--pipeline", help="time and bytes of the model cut over devices")] = False,
+    gpu: Annotated[
+        str, typer.Option(help="what to plan for, such as h200 or 8xh100, or cpu; without it, this machine's GPUs")
+    ] = "",
+    approximate: Annotated[
+        bool, typer.Option("--approximate", help="allow what changes the mathematics of training, too")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="write the chosen recipe to this TOML file")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="run the best few here, and rank anew")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="instead: the bytes of a training step, by role")] = False,
+    gpu_memory: Annotated[str, typer.Option(help="--memory: of a card, such as 16GiB: which batch fits into it")] = "",
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="instead: time and bytes of the model cut over devices")
+    ] = False,
 ) -> None:
-    """Say what a recipe needs, without running it."""
-    from stretto.parallel.pipeline_costs import explain_pipeline
-    from stretto.plan import explain_memory, read_bytes
+    """Say how a recipe trains fastest on given GPUs, without running it: batch, memory, layout and techniques."""
     from stretto.recipes import load_recipe
 
+    config = load_recipe(recipe, override)
+    if memory or pipeline or gpu_memory:
+        _explain_needs(config, memory, gpu_memory, pipeline)
+        return
+    from stretto.hardware import choose_hardware
+    from stretto.planning.search import make_plan
+    from stretto.planning.table import show
+
+    found = make_plan(config, choose_hardware(gpu), approximate)
+    if measure:
+        from stretto.planning.probe import measure_plan
+
+        found = measure_plan(found)
+    show(found, recipe, out)
+
+
+def _explain_needs(config: Config, memory: bool, gpu_memory: str, pipeline: bool) -> None:
+    from stretto.parallel.pipeline_costs import explain_pipeline
+    from stretto.plan import explain_memory, read_bytes
+
     if not memory and not pipeline:
-        raise typer.BadParameter("say what to plan: --memory or --pipeline", param_hint="--memory")
+        raise typer.BadParameter("it is the card of --memory: add that", param_hint="--gpu-memory")
     try:
         limit = read_bytes(gpu_memory) if gpu_memory else 0
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
-    config = load_recipe(recipe, override)
     for line in (*(explain_memory(config, limit) if memory else ()), *(explain_pipeline(config) if pipeline else ())):
         typer.echo(line)
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
+from stretto.estimate import Dropped, Kept, Narrow, Own, Section
 from stretto.files import read_text
 from stretto.presets import PRESETS
 from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, show
@@ -40,7 +41,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    task: Literal["causal", "masked", "translation", "images"] = "causal"  # what is learned; model.kind has to fit
+    # What is learned; model.kind has to fit. instruct: answers, in conversations (docs/data.md).
+    task: Literal["causal", "masked", "instruct", "translation", "images"] = "causal"
     # Text: a file, a folder, a pattern such as "data/*.jsonl", "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging
     # Face data set. Of .jsonl, .csv and .parquet files, each row is a document.
     # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
@@ -242,7 +244,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class FusedConfig:
+class FusedConfig(Own):
     # How the optimizer keeps weights. split: bf16 weights plus the 16 bits that fp32 would add, exact in 2 bytes less
     # than fp32 and a bf16 copy. bf16: those bits are dropped, and updates are rounded at random, right on average.
     # auto: split on a GPU in bf16, else fp32.
@@ -257,7 +259,7 @@ class FusedConfig:
 
 
 @dataclass(frozen=True)
-class LeanConfig:
+class LeanConfig(Kept):
     # The memory that training may take, such as "16GiB", or a share of the GPU's, such as "80%": what is kept for the
     # backward pass is then chosen block by block, as much as fits, and `mlp`, `qkv` and `blocks` are not asked.
     memory: str = ""
@@ -287,7 +289,7 @@ class LeanConfig:
 
 
 @dataclass(frozen=True)
-class Fp8Config:
+class Fp8Config(Narrow):
     # How many numbers share a scale: those of a tensor, those of a row along what is added up, or 128 of a row (and
     # 128 x 128 of a weight).
     recipe: Literal["tensor", "row", "block128"] = "tensor"
@@ -298,7 +300,7 @@ class Fp8Config:
 
 
 @dataclass(frozen=True)
-class LayerDropConfig:
+class LayerDropConfig(Dropped):
     theta: float = 0.5  # how often the last block works where the schedule is lowest; the first one always does
     # decay: all blocks work at first, then fewer and fewer. raptr: few at first, all of them at the end.
     schedule: Literal["decay", "raptr", "constant"] = "decay"
@@ -318,7 +320,7 @@ class LayerDropConfig:
 
 
 @dataclass(frozen=True)
-class StandardizeConfig:
+class StandardizeConfig(Section):
     # Of the loss, a mean over the former norms and over channels; the sum of the paper has this over their number.
     weight: float = 1.0
     warmup: int = 100  # steps over which the weight grows from 0; make it that of the learning rate
@@ -450,8 +452,8 @@ class Config:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        kinds = {"causal": "decoder", "masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
-        want = kinds[self.data.task]
+        kinds = {"masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
+        want = kinds.get(self.data.task, "decoder")
         _require(
             self.model.kind == want,
             f"data.task = {self.data.task!r} needs model.kind = {want!r}, not {self.model.kind!r}",

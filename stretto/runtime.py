@@ -36,16 +36,12 @@ from stretto.errors import (
     tell,
 )
 from stretto.files import open_in_place
+from stretto.hardware import find_by_driver
 from stretto.heartbeat import call_roll, note_failure, wait_for_others, work_together
 from stretto.signals import Stoppable, watching
 from stretto.version import __version__
 
 X = TypeVar("X")
-
-# Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports; the first match counts.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
-              "L40": 181e12, "NVIDIA L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 112e12,
-              "Tesla T4": 65e12}  # fmt: skip
 
 ANOTHER = "another process was lost"  # where nobody knows which
 LOST = re.compile("Connection closed by peer|Connection reset by peer|[Tt]imed out|Read error|Broken pipe")
@@ -333,8 +329,8 @@ def peak_flops(device: torch.device) -> float:
     """Returns the device's matrix rate in FLOP/s, for MFU; 0 where it is not known."""
     if device.type != "cuda":
         return 0.0
-    name = torch.cuda.get_device_name(device)
-    return next((rate for part, rate in PEAK_FLOPS.items() if part in name), 0.0)
+    gpu = find_by_driver(torch.cuda.get_device_name(device))
+    return gpu.flops if gpu else 0.0
 
 
 def memory_gib(device: torch.device) -> float:

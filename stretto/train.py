@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -85,7 +84,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         notes += explain_start(config, mesh, parts.techniques, run.step, resume)
         notes += parts.executor.take_notes()
         report.start(runtime.describe_environment(rt), data.describe(), parts.describe(), *notes)
-        for warning in find_warnings(config, data, rt.device) if rt.is_main else ():
+        for warning in find_warnings(config, data, rt.device, rt.world) if rt.is_main else ():
             tell(f"warning: {warning}")
         run_loop(run, report)
         if rt.is_main and not rt.stop:  # who was asked to stop when all was done does not wait for a page
@@ -149,12 +148,9 @@ def run_loop(run: Run, report: Report) -> None:
     run.saver.settle()
     if run.stopped_early:
         rt.reason = explain_early_end(cfg, run.step, run.waited, run.best_step)
-        report.say(rt.reason)
-    finished: dict[str, Any] = {"steps": run.step} | ({"reason": rt.reason} if rt.reason else {})
     if first < run.step:
-        report.memory_line(run.config, parts.update.count_state(), rt)
-        finished |= {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
-    report.event(finished=finished)
+        report.memory_line(run.config, parts.update, rt)
+    report.finish(run.step, rt.reason, meter)
 
 
 def read_batches(run: Run, step: int) -> list[tuple[int, Batch]]:

@@ -33,9 +33,11 @@ from rich.segment import Segment
 from stretto.config import Config
 from stretto.errors import tell
 from stretto.files import open_in_place, open_regular, replacing
+from stretto.optim import count_state
 from stretto.plan import predict_for
 from stretto.report.loggers import Background, open_loggers
 from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, read_clock, total_memory
+from stretto.step import Update
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -171,17 +173,28 @@ class Report:
         words = [f"{name} {value:.4f}" for name, value in scores.items() if name not in COUNTS]
         self.say(GAP.join([f"step {step}", *words, "({} of {} batches)".format(*(scores[name] for name in COUNTS))]))
 
-    def memory_line(self, config: Config, state: dict[str, int], rt: Runtime) -> None:
-        """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch. `state`:
-        the bytes that stay from step to step, by role."""
+    def memory_line(self, config: Config, update: Update, rt: Runtime) -> None:
+        """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch."""
+        means = {} if update.average is None else {"average of weights": update.average.count_bytes()}
 
         def compare() -> None:
             known = rt.world == 1 and not config.model.own
             predicted = predict_for(config, total_memory(rt.device)) if known else {}
-            measured = state | count_gpu_memory(rt.device)
+            measured = count_state(update.optimizer) | means | count_gpu_memory(rt.device)
             self.event(memory={"measured": measured, "predicted": predicted})
 
         self.attempt("the account of memory", compare)
+
+    def finish(self, step: int, reason: str, meter: Meter) -> None:
+        """Writes that the run is over after so many steps, for a reason if these are not all."""
+        if reason:
+            self.say(reason)
+        finished: dict[str, Any] = {"steps": step} | ({"reason": reason} if reason else {})
+        if meter.steps:  # since the last line
+            meter.read()
+        if meter.total_seconds:  # else there was nothing left to do
+            finished |= {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
+        self.event(finished=finished)
 
 
 class BarAndNumbers(ProgressColumn):
