@@ -21,12 +21,12 @@ from stretto.config import Config
 from stretto.data import Data
 from stretto.data.sequences import SequenceData
 from stretto.errors import ConfigError, DataError
-from stretto.evaluate import measure_trained
 from stretto.generate import classify, classify_texts, fill, sample, translate
 from stretto.given import Callback, Given
 from stretto.recipes import Overrides, Recipe, load_recipe
 from stretto.report import read_events
 from stretto.runtime import choose_device, start
+from stretto.score import measure_trained
 from stretto.train import train as run_training
 from stretto.trained import Trained, load_run_config, load_trained
 

@@ -91,11 +91,11 @@ def count_batch(config: Config, element: int) -> dict[str, int]:
 
 def count_kept(config: Config, element: int) -> int:
     """Counts the bytes that a CPU keeps of one sample for the backward pass: a system whose memory is full ends the
-    process without a word. 0 where it may be less: with techniques, compiled, or in a model of somebody's own. A GPU's
-    memory has an error of its own."""
-    cfg = config.model
+    process without a word. 0 where it may be less: with techniques, compiled, in a model of somebody's own, or of
+    samples that need not be full. A GPU's memory has an error of its own."""
+    cfg, full = config.model, config.data.task in ("causal", "masked", "images")
     techniques = [value for value in asdict(config.techniques).values() if value not in (None, "auto")]
-    if config.run.device != "cpu" or techniques or config.train.compile or cfg.own:
+    if config.run.device != "cpu" or techniques or config.train.compile or cfg.own or not full:
         return 0
     load = find_load(config, 1)
     return load.tokens * cfg.layers * sum(block_bytes(cfg, element=element).values()) + load.labels * cfg.vocab * FP32

@@ -114,7 +114,7 @@ def evaluate_run(
     beam: Annotated[int, typer.Option(min=1, help="translation: beams per sentence")] = 4,
 ) -> None:
     """Measure a trained run: loss, and BLEU or accuracy where the task has them."""
-    from stretto.evaluate import measure
+    from stretto.score import measure
 
     scores = measure(run, beam, data, batches)
     counts = [scores.pop(name) for name in ("batches", "all_batches", "batches_while_training")]

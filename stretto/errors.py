@@ -3,6 +3,7 @@
 | code | meaning |
 |---|---|
 | 0 | done |
+| 1 | an error in a callback of your own, or one that nobody expected: its traceback is printed |
 | 2 | wrong command line (from typer) |
 | 3 | configuration |
 | 4 | data |

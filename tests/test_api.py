@@ -21,10 +21,10 @@ from stretto.config import dump_config
 from stretto.data import open_data
 from stretto.data.sequences import SequenceData
 from stretto.errors import CheckpointError, ConfigError, DataError
-from stretto.evaluate import measure
 from stretto.generate import sample
 from stretto.given import CallbackError
 from stretto.recipes import load_recipe
+from stretto.score import measure
 from stretto.trained import load_trained
 from tests.corpora import write_images, write_pairs
 from tests.given import TINY, Bigrams, Steps

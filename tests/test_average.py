@@ -17,10 +17,10 @@ from stretto.checkpoint import Snapshot
 from stretto.cli import app
 from stretto.config import FusedConfig, ModelConfig, OptimConfig, build_config
 from stretto.errors import CheckpointError, ConfigError
-from stretto.evaluate import measure
 from stretto.model import build_model
 from stretto.optim import set_learning_rate, weight_reader
 from stretto.plan import explain_memory, find_choice, find_needs
+from stretto.score import measure
 from stretto.train import train
 from stretto.trained import load_trained
 from tests.models import build_adamw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 from stretto.cli import app
 from stretto.errors import DataError, StrettoError
-from stretto.evaluate import measure
+from stretto.score import measure
 from stretto.train import train
 from tests.corpora import write_corpus, write_images, write_pairs
 from tests.runs import MakeConfig
@@ -55,6 +56,16 @@ def test_translation_is_measured_on_other_pairs(make_config: MakeConfig, tmp_pat
     (tmp_path / "half.xx").write_text("a dog\n")
     with pytest.raises(DataError, match=r"--data .*half.*half\.yy"):
         measure(folder, 1, str(tmp_path / "half"))
+
+
+def test_conversations_are_read_by_the_template_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    """All of them are measured: the same file, which the run held a part of out, gives another loss."""
+    rows = [{"prompt": f"What is {i}?", "completion": f"A number after {i - 1}."} for i in range(40)]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"data__task": "instruct", "data__train": str(tmp_path / "talk.jsonl"), "data__seq_len": 128}
+    folder = train(make_config(train__steps=2, model__max_len=128, **changes))
+    own, found = measure(folder, 1), measure(folder, 1, str(tmp_path / "talk.jsonl"))
+    assert math.isfinite(found["eval_loss"]) and found["all_batches"] > own["all_batches"]
 
 
 def test_images_have_the_classes_of_the_run(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from stretto.bench.workloads import WORKLOADS, fit_to_device
 from stretto.cli import app
 from stretto.config import Config, OptimConfig, build_config, dump_config
 from stretto.errors import CheckpointError, ConfigError
-from stretto.evaluate import measure
 from stretto.hf.acceleration import techniques_of
 from stretto.mesh import Mesh
 from stretto.model import Block, Model, build_model, sites
@@ -33,6 +32,7 @@ from stretto.optim import FlatAdamW
 from stretto.parallel.sequence import SequenceParallel
 from stretto.report import read_events
 from stretto.runtime import Runtime
+from stretto.score import measure
 from stretto.step import Update
 from stretto.techniques import load_all
 from stretto.techniques.foreign import Foreign, Switch

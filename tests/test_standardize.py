@@ -24,13 +24,13 @@ from stretto.cli import app
 from stretto.config import FusedConfig, LayerDropConfig, ModelConfig, StandardizeConfig, TechniquesConfig, build_config
 from stretto.data import open_data
 from stretto.errors import CheckpointError, ConfigError
-from stretto.evaluate import measure
 from stretto.mesh import Mesh
 from stretto.model import Model, build_model, sites
 from stretto.ops.affine import standardization_loss
 from stretto.optim import learning_rate, set_learning_rate
 from stretto.report import read_events
 from stretto.runtime import Runtime
+from stretto.score import measure
 from stretto.techniques.standardize import BRANCH_ENDS, Affine, Pressure, Standardize, fold, weight_at
 from stretto.techniques.technique import At, Context
 from stretto.train import build as build_parts

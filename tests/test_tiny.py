@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.evaluate import measure
 from stretto.report import read_events
+from stretto.score import measure
 from stretto.train import train
 from tests.runs import MakeConfig
 

@@ -17,8 +17,8 @@ from stretto.config import ModelConfig, build_config
 from stretto.data import Data
 from stretto.data.labelled import sort_labels
 from stretto.errors import ConfigError, DataError
-from stretto.evaluate import measure
 from stretto.model import build_model
+from stretto.score import measure
 from stretto.train import train
 from tests.data.corpora import Opener, same, sentence
 from tests.runs import base, change

@@ -13,9 +13,9 @@ import torch
 import stretto.trained
 from stretto.config import dump_config, load_config
 from stretto.errors import CheckpointError, DataError
-from stretto.evaluate import measure
 from stretto.files import RUN_FILES, RUN_FOLDERS, replacing, require_empty, write_text
 from stretto.report.page import write_report
+from stretto.score import measure
 from stretto.train import train
 from stretto.trained import load_trained
 from tests.faults.configs import config_of
