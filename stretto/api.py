@@ -21,7 +21,7 @@ from stretto.config import Config
 from stretto.data import Data
 from stretto.data.sequences import SequenceData
 from stretto.errors import ConfigError, DataError
-from stretto.generate import classify, fill, sample, translate
+from stretto.generate import classify, classify_texts, fill, sample, translate
 from stretto.given import Callback, Given
 from stretto.recipes import Overrides, Recipe, load_recipe
 from stretto.report import read_events
@@ -30,7 +30,10 @@ from stretto.score import measure_trained
 from stretto.train import train as run_training
 from stretto.trained import Trained, load_run_config, load_trained
 
-USES = {"causal": "generate", "instruct": "generate", "masked": "fill", "translation": "translate", "images": "label"}
+USES = {
+    "causal": "generate", "instruct": "generate", "masked": "fill", "translation": "translate", "images": "label",
+    "classification": "label",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -169,11 +172,13 @@ class Loaded:
         return translate(self.trained, sentences, beam)
 
     def label(self, images: Sequence[str | Path], *, top: int = 5) -> list[list[tuple[str, float]]]:
-        """Returns the likeliest labels of each image file, with their probabilities."""
+        """Returns the likeliest labels of each image file, or of each text, with their probabilities."""
         self._require("label")
         _require_at_least(top=(top, 1))
         if isinstance(images, str | Path):
-            raise DataError("images: give a list of files, as in label(['cat.png'])")
+            raise DataError("images: give a list of files, as in label(['cat.png']), or of texts")
+        if self.config.data.task == "classification":
+            return classify_texts(self.trained, [str(text) for text in images], top) if images else []
         paths, size = [Path(image) for image in images], self.config.data.batch_size
         return [found for i in range(0, len(paths), size) for found in classify(self.trained, paths[i : i + size], top)]
 

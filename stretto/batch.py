@@ -146,7 +146,7 @@ class Batch:
     counts: Counts
     samples: tuple[int, ...]  # ids of the samples, in order: what a resumed or split run is compared by
     inputs: Sequences | None = None  # text
-    label_at: Tensor | None = None  # int64 [M]: labels are for these tokens only (masked LM)
+    label_at: Tensor | None = None  # int64 [M]: labels are for these tokens only (masked LM, classes of texts)
     source: Sequences | None = None  # what the encoder of an encoder-decoder reads
     pixels: Tensor | None = None  # float [N, C, H, W]
     depths: dict[str, Depth] = field(default_factory=dict)  # by the name of the stack; in others every block works

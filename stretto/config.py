@@ -41,8 +41,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    # What is learned; model.kind has to fit. instruct: answers, in conversations (docs/data.md).
-    task: Literal["causal", "masked", "instruct", "translation", "images"] = "causal"
+    # What is learned; model.kind has to fit. instruct: answers, in conversations; classification: labels of texts.
+    task: Literal["causal", "masked", "instruct", "translation", "classification", "images"] = "causal"
     # Text: a file, a folder, a pattern such as "data/*.jsonl", "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging
     # Face data set. Of .jsonl, .csv and .parquet files, each row is a document.
     # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
@@ -53,6 +53,7 @@ class DataConfig:
     held_out: float = 0.02  # share of `train` that is kept for evaluation, where `eval` is empty
     suffix: str = ".py,.txt,.md"  # which files of a folder are read; where it has none of these, its tables
     column: str = "text"  # the text of a row
+    label: str = "label"  # classification: the label of a row
     streaming: bool = False  # hf: read rows as they arrive, each time they are needed; no copy is kept on the disk
     languages: tuple[str, ...] = ()  # translation: ("en", "de") means from en to de
     tokenizer: str = "bytes"  # "bytes", "bpe" (trained on the training data), or the path of a tokenizer.json
@@ -67,11 +68,14 @@ class DataConfig:
     join_documents: bool = False
     layout: Literal["packed", "padded"] = "packed"  # padded wastes work; it is there to compare with
     mask_share: float = 0.15  # masked: share of positions to predict
+    augment: bool = False  # images: training sees a random part of each image, mirrored half of the time
+    crop_scale: float = 0.08  # augment: the least share of the area that such a part has
     own: str = ""  # set by stretto.train(data=...) in Python: the class of the data, which no recipe can open again
 
     def __post_init__(self) -> None:
         _require_positive("data", self, "vocab", "seq_len", "batch_size", "max_tokens")
         _require(self.vocab <= MOST_TOKENS, f"data.vocab = {self.vocab:,} is more than {MOST_TOKENS:,}")
+        _require(0.0 < self.crop_scale <= 1.0, "data.crop_scale must be above 0, and at most 1")
         for key in ("held_out", "mask_share"):
             _require(0.0 < getattr(self, key) < 1.0, f"data.{key} must be between 0 and 1")
 
@@ -130,7 +134,7 @@ class ModelConfig:
     attention_dropout: float = 0.0  # on the probabilities of attention
     activation_dropout: float = 0.0  # behind the activation of the MLP
     label_smoothing: float = 0.0  # training only; torch's convention (the mass is spread over the whole vocabulary)
-    classes: int = 0  # encoder: a classification head instead of the masked-LM one. vit: 0 means from the data
+    classes: int = 0  # of data.task = "images" or "classification"; 0: as many as the data have
     image_size: int = 224  # vit: height and width in pixels, to which images are scaled
     patch: int = 16  # vit: height and width in pixels of what becomes a token
     channels: int = 3  # vit: of an image
@@ -452,7 +456,7 @@ class Config:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        kinds = {"masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
+        kinds = {"masked": "encoder", "translation": "encoder-decoder", "classification": "encoder", "images": "vit"}
         want = kinds.get(self.data.task, "decoder")
         _require(
             self.model.kind == want,
@@ -480,8 +484,8 @@ class Config:
             self.data.task != "images" or self.model.channels == 3, "model.channels must be 3: images are read as RGB"
         )
         _require(
-            self.model.kind != "encoder" or self.model.classes == 0,
-            "model.classes on an encoder is for use from Python: no data.task trains a text classifier",
+            self.data.task != "masked" or self.model.classes == 0,
+            "model.classes on an encoder is for data.task = 'classification', not 'masked'",
         )
 
 

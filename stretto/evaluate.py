@@ -8,7 +8,7 @@ import torch
 
 from stretto.data import Data
 from stretto.mesh import Mesh
-from stretto.model import Model, VisionTransformer
+from stretto.model import Model
 from stretto.precision import autocast
 from stretto.runtime import Runtime
 from stretto.techniques import Techniques
@@ -30,7 +30,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Measures the mean loss per predicted token, or image, over the first `num_batches` evaluation batches; 0 means
     all of them. If it `can_stop`, it returns nothing when the processes agree to stop before the end."""
-    is_vit, was_training, num_labels = isinstance(model, VisionTransformer), model.training, 0
+    classifies = isinstance(model, Model) and model.cfg.kind in ("vit", "encoder") and model.cfg.classes > 0
+    was_training, num_labels = model.training, 0
     num_batches = min(num_batches or data.num_eval_batches, data.num_eval_batches)
     loss_sum, correct = torch.zeros((), device=rt.device), torch.zeros((), device=rt.device)
     model.eval()
@@ -45,7 +46,7 @@ def evaluate(
         batch = techniques.prepare(batch, At(0, mine, training=False)).to(rt.device)
         weight = float(mine < num_batches)
         with autocast(precision, rt.device):
-            loss, logits = model(batch, with_logits=True) if is_vit else (model(batch), None)
+            loss, logits = model(batch, with_logits=True) if classifies else (model(batch), None)
             loss_sum += weight * loss
             if logits is not None:
                 correct += weight * (logits.argmax(-1) == batch.labels).sum()
@@ -54,7 +55,7 @@ def evaluate(
     (num_labels,) = rt.sum_over_ranks([num_labels], mesh.peers)
     totals = rt.sum_tensor(torch.stack([loss_sum, correct])) / max(num_labels, 1)
     mean, accuracy = totals.tolist()
-    second = {"accuracy": accuracy} if is_vit else {"perplexity": math.exp(min(mean, 80.0))}
+    second = {"accuracy": accuracy} if classifies else {"perplexity": math.exp(min(mean, 80.0))}
     own = len(range(mesh.data_rank, num_batches, mesh.data_world))
     others = _average(techniques.metrics(own), own / (num_batches * mesh.team), rt)
     return {"eval_loss": mean, **second, **others, "batches": num_batches, "all_batches": data.num_eval_batches}

@@ -59,7 +59,7 @@ def training_flops(cfg: ModelConfig, counts: Counted, depths: Mapping[str, Worki
         products = images * ((length - 1) * cfg.channels * cfg.patch**2 * width + length * layers * block)
         return 6 * (products + images * width * cfg.classes) + 12 * layers * width * images * length**2
     if cfg.kind == "encoder":
-        products = counts.tokens * layers * block + counts.labels * width * (width + cfg.vocab)
+        products = counts.tokens * layers * block + counts.labels * width * (width + (cfg.classes or cfg.vocab))
         return 6 * products + 12 * layers * width * counts.pairs
     products = counts.tokens * width * cfg.vocab
     if cfg.kind == "decoder":

@@ -17,6 +17,7 @@ from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.batch import pack as move
 from stretto.data import Data, Tokenizer, read_image
 from stretto.data.images import SUFFIXES
+from stretto.data.labelled import arrange, encode
 from stretto.data.opening import open_text
 from stretto.data.packing import pad
 from stretto.data.pairs import cut_batches
@@ -184,8 +185,20 @@ def classify(trained: Trained, images: Sequence[Path], top: int) -> list[list[tu
     assert isinstance(model, VisionTransformer)
     pixels = torch.stack([read_image(path, model.cfg.image_size) for path in images]).to(trained.device)
     labels = torch.zeros(len(images), dtype=torch.long, device=trained.device)
-    logits = model.logits(Batch(labels, Counts(0, 0, 0, 0), (), pixels=pixels)).float()
-    values, at = logits[:, : len(trained.labels)].softmax(-1).topk(min(top, len(trained.labels)))
+    return _find_likeliest(trained, model.logits(Batch(labels, Counts(0, 0, 0, 0), (), pixels=pixels)), top)
+
+
+@torch.no_grad()
+def classify_texts(trained: Trained, texts: Sequence[str], top: int) -> list[list[tuple[str, float]]]:
+    """Returns for each text the likeliest labels with their probabilities."""
+    tokenizer, number = _tokenizer(trained), len(texts)
+    parts = encode(texts, tokenizer, trained.config.data.seq_len)
+    batch = arrange(parts, np.zeros(number, np.int64), tokenizer, range(number), padded=False)
+    return _find_likeliest(trained, trained.model.logits(batch.to(trained.device)), top)
+
+
+def _find_likeliest(trained: Trained, logits: Tensor, top: int) -> list[list[tuple[str, float]]]:
+    values, at = logits.float()[:, : len(trained.labels)].softmax(-1).topk(min(top, len(trained.labels)))
     return [
         [(trained.labels[i], value) for i, value in zip(row_at, row, strict=True)]
         for row_at, row in zip(at.tolist(), values.tolist(), strict=True)
@@ -220,7 +233,11 @@ def produce(
                 yield f"{path.name}: {_rank(labels)}"
         return
     lines = _read_lines(source) if source is not None else [prompt]
-    if kind == "translation":
+    if kind == "classification":
+        size = trained.config.data.batch_size
+        for i in range(0, len(lines), size):
+            yield from map(_rank, classify_texts(trained, lines[i : i + size], top_k or 5))
+    elif kind == "translation":
         yield from translate(trained, lines, beam)
     elif kind == "masked":
         yield from (_rank(words) for line in lines for words in fill(trained, line, top_k or 5))

@@ -454,7 +454,7 @@ class Encoder(Chain):
         self.head = ClassHead(cfg) if cfg.classes else LMHead(cfg)
 
     def pick(self, x: Tensor, batch: Batch) -> Tensor:
-        if isinstance(self.head, ClassHead):
+        if isinstance(self.head, ClassHead) and batch.label_at is None:
             inputs = _given(batch.inputs)
             return x[inputs.layout.offsets[:-1].clamp(max=x.shape[0] - 1)]  # an empty sequence has no token of its own
         return x if batch.label_at is None else x[batch.label_at]

@@ -90,6 +90,8 @@ def find_load(config: Config, size: int) -> Load:
     attention = find_attention(config, data.seq_len)
     if data.task == "translation":
         return Load(size, size, size, 2 * data.seq_len, attention)
+    if data.task == "classification":  # all texts are taken to be as long as they may be
+        return Load(size * data.seq_len, size, longest=data.seq_len, attention=attention)
     labels = max(round(data.mask_share * data.seq_len), 1) if data.task == "masked" else data.seq_len
     return Load(size * data.seq_len, size * labels, longest=data.seq_len, attention=attention)
 
@@ -97,10 +99,10 @@ def find_load(config: Config, size: int) -> Load:
 def complete_sizes(config: Config) -> tuple[Config, list[str]]:
     """Fills in what only the data would tell, and says what was assumed."""
     model, data, notes = config.model, config.data, list[str]()
-    if model.kind == "vit" and model.classes == 0:
+    if data.task in ("images", "classification") and model.classes == 0:
         model = replace(model, classes=CLASSES)
         notes.append(f"model.classes = 0, from the data: {CLASSES} are assumed")
-    elif model.kind != "vit" and model.vocab == 0:
+    if model.kind != "vit" and model.vocab == 0:
         sizes = {"bytes": BYTES_VOCAB, "bpe": -(-data.vocab // 64) * 64}
         if data.tokenizer not in sizes:
             raise ConfigError(

@@ -15,7 +15,7 @@ from stretto.average import use_means
 from stretto.batch import Batch
 from stretto.build import build, describe_context, find_portion, run_step
 from stretto.capacity import require_room
-from stretto.config import Config
+from stretto.config import Config, ModelConfig
 from stretto.data import Data, keep_tokenizer, open_data
 from stretto.data.prefetch import prefetch
 from stretto.errors import CheckpointError, ConfigError, Preempted, tell
@@ -217,6 +217,8 @@ def complete(config: Config, data: Data, mesh: Mesh) -> Config:
     model, parts, sample = config.model, find_portion(config, mesh).parts, config.train.sample
     if model.positions == "rotary":  # no table to outgrow: what was trained can also be generated
         model = replace(model, max_len=max(model.max_len, config.data.seq_len))
+    if config.data.task in ("images", "classification"):
+        model = _count_classes(model, len(data.labels))
     if data.tokenizer is not None:
         size = data.tokenizer.size
         if model.vocab == 0:
@@ -227,13 +229,8 @@ def complete(config: Config, data: Data, mesh: Mesh) -> Config:
             sample = sample or find_prompt(data, data.tokenizer, model.max_len)
             if len(data.tokenizer.encode(sample)) + 1 >= model.max_len:
                 raise ConfigError(f"train.sample is longer than model.max_len = {model.max_len} tokens")
-    elif config.data.task != "images":
-        if model.vocab == 0 and not model.own:
-            raise ConfigError("model.vocab = 0 is that of the tokenizer, and these data have none: set it")
-    elif model.classes == 0:
-        model = replace(model, classes=len(data.labels))
-    elif model.classes < len(data.labels):
-        raise ConfigError(f"model.classes = {model.classes}, but the data has {len(data.labels)} classes; set it to 0")
+    elif config.data.task != "images" and model.vocab == 0 and not model.own:
+        raise ConfigError("model.vocab = 0 is that of the tokenizer, and these data have none: set it")
     if config.data.task != "translation" and config.data.batch_size < parts:
         raise ConfigError(
             f"data.batch_size = {config.data.batch_size} cannot be shared by {parts} {mesh.describe_teams()}: raise it "
@@ -241,6 +238,12 @@ def complete(config: Config, data: Data, mesh: Mesh) -> Config:
         )
     steps = count_steps(config.train, data)
     return replace(config, model=model, train=replace(config.train, sample=sample, steps=steps))
+
+
+def _count_classes(model: ModelConfig, there: int) -> ModelConfig:
+    if 0 < model.classes < there:
+        raise ConfigError(f"model.classes = {model.classes}, but the data has {there} classes; set it to 0")
+    return replace(model, classes=model.classes or there)
 
 
 def _due(every: int, run: Run) -> bool:

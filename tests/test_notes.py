@@ -186,7 +186,7 @@ def test_both_losses_say_over_how_many_batches_they_are(
         ("demoo", "did you mean 'demo'?"),
         ("causal_lm", "did you mean 'causal-lm'?"),
         ("translations.toml", "did you mean 'translation'?"),
-        ("xyz", "(there are causal-lm, demo"),
+        ("xyz", "(there are causal-lm, classify"),
     ],
 )
 def test_the_nearest_recipe_is_named(name: str, words: str) -> None:

@@ -64,6 +64,14 @@ def test_instruct(tmp_path: Path) -> None:
     assert answer.strip() and asked not in answer
 
 
+def test_classify(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train("classify", run, f"data.train={EXAMPLES / 'questions.csv'}", "train.steps=60", "optim.lr=3e-3")
+    assert float(stretto("eval", str(run)).split("accuracy: ")[1].split()[0]) > 0.8
+    line = stretto("generate", str(run), "--prompt", "Which colour has grass?", "--top-k", "2")
+    assert line.startswith("colour ") and line.count("%") == 2
+
+
 def test_masked(tmp_path: Path, corpus: str) -> None:
     run = tmp_path / "run"
     losses = train("masked-lm", run, *TEXT, corpus, "model.dropout=0.0", "train.steps=60")
@@ -126,11 +134,5 @@ def test_language_model_on_real_data(tmp_path: Path, real_data: Path) -> None:
 
 def test_recipes_are_listed() -> None:
     lines = stretto("recipes").splitlines()
-    assert [line.split()[0] for line in lines] == [
-        "causal-lm",
-        "demo",
-        "images",
-        "instruct",
-        "masked-lm",
-        "translation",
-    ]
+    names = ["causal-lm", "classify", "demo", "images", "instruct", "masked-lm", "translation"]
+    assert [line.split()[0] for line in lines] == names

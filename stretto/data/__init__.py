@@ -1,7 +1,7 @@
-"""Data: text for causal and masked language models, conversations, sentence pairs for translation, and images.
+"""Data: text for language models, conversations, sentence pairs for translation, texts and images with labels.
 
 `open_data` gives numbered micro-batches; each is a pure function of the seed and its number, whatever was asked for
-before. Read stream.py for that contract, then text.py, pairs.py or images.py.
+before. Read stream.py for that contract, then text.py, instruct.py, pairs.py, labelled.py or images.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from stretto.config import DataConfig
 from stretto.data.images import ImageData, read_image
 from stretto.data.instruct import InstructData
+from stretto.data.labelled import LabelledData
 from stretto.data.pairs import PairData, open_pair_data
 from stretto.data.stream import Data
 from stretto.data.text import TextData
@@ -71,4 +72,6 @@ def _open(cfg: DataConfig, seed: int, folder: Path, image_size: int, fill_cache:
         return open_pair_data(cfg, seed, folder, store)
     if cfg.task == "instruct":
         return InstructData(cfg, seed, folder, store)
+    if cfg.task == "classification":
+        return LabelledData(cfg, seed, folder, store)
     return TextData(cfg, seed, folder, store)

@@ -181,17 +181,20 @@ def open_corpus(key: Literal["data.train", "data.eval"], cfg: DataConfig, store:
     return open_documents(key, source, cfg.suffix, cfg.column, streaming=cfg.streaming, store=store)
 
 
-def open_table(key: Literal["data.train", "data.eval"], cfg: DataConfig, columns: Sequence[str]) -> rows.Table:
-    """Opens the rows that `data.train` or `data.eval` names, which have some of these columns."""
+def open_table(
+    key: Literal["data.train", "data.eval"], cfg: DataConfig, columns: Sequence[str], *, all_of_them: bool = False
+) -> rows.Table:
+    """Opens the rows that `data.train` or `data.eval` names, which have some of these columns, or all."""
     source = cfg.train if key == "data.train" else cfg.eval
     if source.startswith("hf:"):
         name, dataset = load_split(key, source, cfg.streaming)
-        rows.Expected(f"{key} = {source!r}", columns, "the data set").check(dataset.column_names or columns)
+        expected = rows.Expected(f"{key} = {source!r}", columns, "the data set", all_of_them)
+        expected.check(dataset.column_names or columns)
         return rows.Table(name, lambda: ((f"{name}:{number}", row) for number, row in enumerate(dataset, 1)))
     paths = [path for path in find_sources(key, source, ",".join(rows.SUFFIXES)) if rows.is_table(path)]
     if not paths:
         raise DataError(f"{key} = {source!r}: it needs rows, in files that end in {', '.join(rows.SUFFIXES)}")
-    return rows.open_files(source, paths, key, columns)
+    return rows.open_files(source, paths, key, columns, all_of_them=all_of_them)
 
 
 def find_sources(key: str, source: str, suffix: str) -> list[Path]:

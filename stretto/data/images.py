@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 import zipfile
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from stretto.batch import Batch, Counts
 from stretto.capacity import find_machine_memory
 from stretto.config import DataConfig
+from stretto.data.augment import View, draw_views
 from stretto.data.documents import describe_left_out
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
 from stretto.errors import DataError
@@ -45,12 +46,16 @@ MOST_CLASSES = 1 << 20  # where labels are numbers, and names are made for all u
 _IDENTIFIED, _AT_LEAST = 1 << 30, 1 << 12  # bytes by which all images are identified, and each of them
 
 
+Views = Sequence[View | None]
+
+
 @dataclass(frozen=True)
 class Images:
     names: tuple[str, ...]  # of the classes
     labels: Int64s  # [number of images], places in `names`
     fingerprint: str
-    read: Callable[[list[int], int], Tensor]  # samples and image size -> float32 [N, 3, size, size] from -1 to 1
+    # Samples, image size, and what is to be seen of each, or all -> float32 [N, 3, size, size] from -1 to 1.
+    read: Callable[[list[int], int, Views], Tensor]
     left_out: Set[str] = frozenset()  # files that are not images by their names
 
     def rename(self, names: tuple[str, ...]) -> Images:
@@ -77,11 +82,11 @@ def open_folder(key: str, folder: Path) -> Images:
     threads = ThreadPoolExecutor(thread_name_prefix="decode")
     fingerprint = _identify(folder, paths, threads)
 
-    def read(samples: list[int], image_size: int) -> Tensor:
+    def read(samples: list[int], image_size: int, views: Views) -> Tensor:
         """Reads files by many threads, which Pillow lets work at the same time; without torch, whose operators would
         each start threads of their own."""
         pixels = torch.empty(len(samples), 3, image_size, image_size)
-        for _ in threads.map(_read_into, pixels.numpy(), [paths[i] for i in samples]):
+        for _ in threads.map(_read_into, pixels.numpy(), [paths[i] for i in samples], views):
             pass  # but raise what went wrong
         return pixels
 
@@ -148,14 +153,33 @@ def open_arrays(key: str, path: Path) -> Images:
     if len(names) < num_classes:
         raise DataError(f"{key}: {path} has labels up to {num_classes - 1} but only {len(names)} `names`")
 
-    def read(samples: list[int], image_size: int) -> Tensor:
-        pixels, size = torch.from_numpy(images[samples]).permute(0, 3, 1, 2).float(), (image_size, image_size)
-        if pixels.shape[2:] != size:
-            pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
+    def read(samples: list[int], image_size: int, views: Views) -> Tensor:
+        pixels = torch.from_numpy(images[samples]).permute(0, 3, 1, 2).float()
+        if any(views):
+            parts = [_resize(_cut(*pair), image_size) for pair in zip(pixels, views, strict=True)]
+            pixels = torch.cat(parts)
+        else:
+            pixels = _resize(pixels, image_size)
         _normalise(pixels)
         return pixels.expand(-1, 3, -1, -1).contiguous()  # grey becomes three equal channels
 
     return Images(names, labels, hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest(), read)
+
+
+def _resize(pixels: Tensor, image_size: int) -> Tensor:
+    size = (image_size, image_size)
+    if pixels.shape[2:] == size:
+        return pixels
+    return F.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
+
+
+def _cut(image: Tensor, view: View | None) -> Tensor:
+    """Returns what is to be seen of an image [C, H, W], as a batch of one."""
+    if view is None:
+        return image[None]
+    left, top, right, bottom = view.find_box(image.shape[2], image.shape[1])
+    part = image[None, :, top:bottom, left:right]
+    return part.flip(3) if view.flipped else part
 
 
 def _check_images(where: str, images: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -182,8 +206,8 @@ def read_image(path: Path, image_size: int) -> Tensor:
     return pixels
 
 
-def _read_into(pixels: npt.NDArray[np.float32], path: Path) -> None:
-    """Fills `pixels` [3, height, width] with an image file, at that size."""
+def _read_into(pixels: npt.NDArray[np.float32], path: Path, view: View | None = None) -> None:
+    """Fills `pixels` [3, height, width] with an image file, or what is to be seen of it, at that size."""
     from PIL import Image
 
     _, height, width = pixels.shape
@@ -191,12 +215,14 @@ def _read_into(pixels: npt.NDArray[np.float32], path: Path) -> None:
         with open_regular(path) as file, Image.open(file, formats=sorted(set(FORMATS.values()))) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise ValueError(f"it has {image.width:,} x {image.height:,} pixels, more than {MOST_PIXELS:,}")
-            resized = _as_rgb(path, image).resize((width, height), Image.Resampling.BICUBIC)
+            box = None if view is None else view.find_box(image.width, image.height)
+            resized = _as_rgb(path, image).resize((width, height), Image.Resampling.BICUBIC, box)
     except DataError:
         raise
     except Exception as error:  # Pillow's readers raise anything, if only a byte is wrong
         raise DataError(f"cannot read the image {path}: {error}") from error
-    pixels[:] = np.asarray(resized).transpose(2, 0, 1)
+    mirror = -1 if view is not None and view.flipped else 1
+    pixels[:] = np.asarray(resized).transpose(2, 0, 1)[:, :, ::mirror]
     _normalise(pixels)
 
 
@@ -233,7 +259,7 @@ def _open_images(key: str, source: str) -> Images:
 class ImageData(Data):
     def __init__(self, cfg: DataConfig, seed: int, image_size: int) -> None:
         assert image_size > 0, "images need a size"
-        self._cfg, self._image_size = cfg, image_size
+        self._cfg, self._image_size, self._seed = cfg, image_size, seed
         self._train = self._held_out = _open_images("data.train", cfg.train)
         self.labels, self.fingerprint = self._train.names, self._train.fingerprint
         everything = np.arange(len(self._train.labels))
@@ -255,8 +281,13 @@ class ImageData(Data):
         self._held_out = self._held_out.rename(names)
 
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
-        chosen = self._order.samples(batch_positions(index, self._cfg.batch_size, part, parts))
-        return self._batch(self._train, self._train_samples[chosen])
+        positions = batch_positions(index, self._cfg.batch_size, part, parts)
+        samples, views = self._train_samples[self._order.samples(positions)], None
+        if self._cfg.augment:
+            epochs = [position // self.num_train for position in positions]
+            scale, number = self._cfg.crop_scale, len(self._train.labels)
+            views = draw_views(self._seed, epochs, samples.tolist(), number, scale)
+        return self._batch(self._train, samples, views)
 
     def eval_batch(self, index: int) -> Batch:
         positions = batch_positions(index, self._cfg.batch_size)
@@ -269,7 +300,8 @@ class ImageData(Data):
             + describe_left_out(self._train.left_out | self._held_out.left_out, "images")
         )
 
-    def _batch(self, images: Images, samples: Int64s) -> Batch:
+    def _batch(self, images: Images, samples: Int64s, views: Views | None = None) -> Batch:
         count, chosen = len(samples), samples.tolist()
-        labels, pixels = torch.from_numpy(images.labels[samples]), images.read(chosen, self._image_size)
+        pixels = images.read(chosen, self._image_size, views or [None] * count)
+        labels = torch.from_numpy(images.labels[samples])
         return Batch(labels, Counts(count, count, count, pairs=0), tuple(chosen), pixels=pixels)

@@ -9,6 +9,7 @@ from pathlib import Path
 from stretto.config import DataConfig
 from stretto.data import open_data
 from stretto.data.images import ImageData
+from stretto.data.labelled import LabelledData
 from stretto.data.stream import Data
 from stretto.errors import DataError
 
@@ -21,7 +22,7 @@ def open_other_data(
     cfg = replace(cfg, train=source, eval=source, test="", tokenizer=str(tokenizer), cache="", streaming=False)
     try:
         data = open_data(cfg, seed=seed, folder=scratch, image_size=image_size)
-        if isinstance(data, ImageData):
+        if isinstance(data, ImageData | LabelledData):
             data.number_classes(tuple(labels))
     except DataError as error:
         raise DataError(

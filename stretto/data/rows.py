@@ -86,12 +86,14 @@ def _kind(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def open_files(name: str, paths: Sequence[Path], key: str, columns: Sequence[str]) -> Table:
+def open_files(
+    name: str, paths: Sequence[Path], key: str, columns: Sequence[str], *, all_of_them: bool = False
+) -> Table:
     """Opens tables one after another. Of a row, `columns` are wanted; `key` is the setting that names them."""
 
     def read() -> Iterator[tuple[str, Row | UnusableError]]:
         for path in paths:
-            expected = Expected(key, columns, str(path))
+            expected = Expected(key, columns, str(path), all_of_them)
             for number, row in _READERS[_kind(path)](path, expected):
                 yield f"{path}:{number}", row
 
@@ -100,17 +102,18 @@ def open_files(name: str, paths: Sequence[Path], key: str, columns: Sequence[str
 
 @dataclass(frozen=True)
 class Expected:
-    """The columns that are wanted of a table; one of them at least has to be there."""
+    """The columns that are wanted of a table: one of them at least has to be there, or all."""
 
     key: str
     columns: Sequence[str]
     where: str
+    all_of_them: bool = False
 
     def check(self, there: Sequence[str]) -> list[str]:
         """Returns those that are there."""
         found = [column for column in self.columns if column in there]
-        if not found:
-            wanted = " or ".join(map(repr, self.columns))
+        if not found or (self.all_of_them and len(found) < len(self.columns)):
+            wanted = " or ".join(map(repr, [column for column in self.columns if column not in found]))
             raise DataError(f"{self.key}: {self.where} has no column {wanted}, only {', '.join(map(repr, there))}")
         return found
 

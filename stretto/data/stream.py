@@ -24,7 +24,7 @@ Int64s = npt.NDArray[np.int64]
 
 class Data(ABC):
     tokenizer: Tokenizer | None = None  # None for images
-    labels: tuple[str, ...] = ()  # class names of images
+    labels: tuple[str, ...] = ()  # class names of images and texts
     prompt = ""  # of the evaluation data, which a sample in the report begins with; empty: their first tokens
     num_train: int  # windows, pairs or images in one epoch
     num_eval_batches: int
@@ -55,6 +55,7 @@ class Purpose(IntEnum):
     MASK = 2
     EVAL_MASK = 3
     SPLIT = 4
+    AUGMENT = 5
 
 
 def random_stream(seed: int, purpose: Purpose, number: int = 0) -> np.random.Generator:

@@ -175,7 +175,11 @@ def _describe(config: Config) -> dict[str, Any]:
     if model.own:
         return {"model": model.own, "data": f"{data.train} ({data.task})"}
     size = sum(weight.numel() for weight in build_model(model).parameters())
-    batch = {"translation": f"{data.max_tokens:,} tokens", "images": f"{data.batch_size:,} images"}
+    batch = {
+        "translation": f"{data.max_tokens:,} tokens",
+        "images": f"{data.batch_size:,} images",
+        "classification": f"{data.batch_size:,} texts",
+    }
     used = [f"{name} (auto)" if value == "auto" else name for name, value in asdict(config.techniques).items() if value]
     return {
         "model": f"{model.kind} with {short(size)} parameters",
