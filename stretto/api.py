@@ -30,7 +30,7 @@ from stretto.runtime import choose_device, start
 from stretto.train import train as run_training
 from stretto.trained import Trained, load_run_config, load_trained
 
-USES = {"causal": "generate", "masked": "fill", "translation": "translate", "images": "label"}
+USES = {"causal": "generate", "instruct": "generate", "masked": "fill", "translation": "translate", "images": "label"}
 
 
 @dataclass(frozen=True)
@@ -147,21 +147,22 @@ class Loaded:
         self, prompt: str = "", *, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, top_p: float = 1.0,
         seed: int = 0,
     ) -> str:  # fmt: skip
-        """Returns the prompt and what a causal language model writes after it. Temperature 0 takes the likeliest; else
-        one of the `top_k` likeliest is drawn, and of these one of the fewest that together have the share `top_p`."""
-        self._require("causal")
+        """Returns the prompt and what a causal language model writes after it, or the answer of one that was trained to
+        give it. Temperature 0 takes the likeliest token; else one of the `top_k` likeliest is drawn, and of these one
+        of the fewest that together have the share `top_p`."""
+        self._require("generate")
         _require_at_least(max_new=(max_new, 0), temperature=(temperature, 0), top_k=(top_k, 1), top_p=(top_p, 0))
         return sample(self.trained, prompt, max_new, temperature, top_k, seed, top_p)
 
     def fill(self, text: str, *, top: int = 5) -> list[list[tuple[str, float]]]:
         """Returns for each [MASK] in the text the likeliest words of a masked language model, with probabilities."""
-        self._require("masked")
+        self._require("fill")
         _require_at_least(top=(top, 1))
         return fill(self.trained, text, top)
 
     def translate(self, sentences: Sequence[str], *, beam: int = 4) -> list[str]:
         """Translates sentences. Beam 1 is greedy."""
-        self._require("translation")
+        self._require("translate")
         _require_at_least(beam=(beam, 1))
         if isinstance(sentences, str):
             raise DataError("sentences: give a list, as in translate(['a dog runs'])")
@@ -169,7 +170,7 @@ class Loaded:
 
     def label(self, images: Sequence[str | Path], *, top: int = 5) -> list[list[tuple[str, float]]]:
         """Returns the likeliest labels of each image file, with their probabilities."""
-        self._require("images")
+        self._require("label")
         _require_at_least(top=(top, 1))
         if isinstance(images, str | Path):
             raise DataError("images: give a list of files, as in label(['cat.png'])")
@@ -185,11 +186,11 @@ class Loaded:
         with start(replace(self.config.run, device=device)) as rt, rt.interruptible():
             return measure_trained(self.trained, self.folder, rt, beam, data)
 
-    def _require(self, task: str) -> None:
+    def _require(self, use: str) -> None:
         own, can = self.config.model.own, USES.get(self.config.data.task)
         if own:
             raise DataError(f"{self.folder} has a model of its own, {own}: use it by `.model`")
-        if self.config.data.task != task:
+        if can != use:
             way = f"use .{can}(...)" if can else "it only evaluates"
             raise DataError(f"{self.folder} is a run with data.task = {self.config.data.task!r}: {way}")
 

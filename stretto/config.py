@@ -23,6 +23,7 @@ from stretto.files import read_text
 from stretto.presets import PRESETS
 from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, show
 
+LOGGERS = ("wandb", "mlflow")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)")
 
 
@@ -40,7 +41,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    task: Literal["causal", "masked", "translation", "images"] = "causal"  # what is learned; model.kind has to fit
+    # What is learned; model.kind has to fit. instruct: answers, in conversations (docs/data.md).
+    task: Literal["causal", "masked", "instruct", "translation", "images"] = "causal"
     # Text: a file, a folder, a pattern such as "data/*.jsonl", "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging
     # Face data set. Of .jsonl, .csv and .parquet files, each row is a document.
     # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
@@ -428,9 +430,13 @@ class ReportConfig:
     # After the run: updates of short runs with all techniques, and without each in turn, which say what it contributed:
     # time, memory and loss. 0: there are none; `stretto train --ablate` makes it 20.
     ablate: int = 0
+    # Who else gets the numbers, by libraries that are installed for it: "wandb", "mlflow". docs/report.md
+    loggers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require_not_negative("report", self, "ablate")
+        for name in self.loggers:
+            _require(name in LOGGERS, f"report.loggers: {name!r} must be one of {', '.join(LOGGERS)}")
 
 
 @dataclass(frozen=True)
@@ -446,8 +452,8 @@ class Config:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        kinds = {"causal": "decoder", "masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
-        want = kinds[self.data.task]
+        kinds = {"masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
+        want = kinds.get(self.data.task, "decoder")
         _require(
             self.model.kind == want,
             f"data.task = {self.data.task!r} needs model.kind = {want!r}, not {self.model.kind!r}",

@@ -33,28 +33,33 @@ def sample(
     trained: Trained, prompt: str, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, seed: int = 0,
     top_p: float = 1.0,
 ) -> str:  # fmt: skip
-    """Returns the prompt and what the language model writes after it. Temperature 0 takes the likeliest token; else one
-    of the `top_k` likeliest, and of these one of the fewest that together have the share `top_p`."""
+    """Returns the prompt and what the language model writes after it; of a model that was trained to answer, the answer
+    alone. Temperature 0 takes the likeliest token; else one of the `top_k` likeliest, and of these one of the fewest
+    that together have the share `top_p`."""
     model, tokenizer = trained.model, _tokenizer(trained)
     assert isinstance(model, Decoder)
-    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
+    chat, ends = trained.chat, frozenset({tokenizer.eos}) if trained.chat is None else trained.chat.find_ends(tokenizer)
+    ids = [tokenizer.bos, *tokenizer.encode(prompt)] if chat is None else chat.encode_prompt(prompt, tokenizer)
+    begin = 1 if chat is None else len(ids)
     room = model.cfg.max_len - len(ids)
     if room <= 0:
         raise DataError(f"the prompt has {len(ids)} tokens, the model reads at most {model.cfg.max_len - 1}")
     generator = torch.Generator(trained.device).manual_seed(seed)
     cache, new = model.start(), torch.tensor([ids], device=trained.device)
-    forbidden = _forbidden(tokenizer, model.cfg.vocab).to(trained.device)
+    forbidden = _forbidden(tokenizer, model.cfg.vocab, ends).to(trained.device)
     for _ in range(min(max_new, room)):
         logits = model.decode(new, cache)[0].float() + forbidden
         new = _choose(logits, temperature, top_k, top_p, generator).view(1, 1)
-        if int(new) == tokenizer.eos:
+        if int(new) in ends:
             break
         ids.append(int(new))
-    return tokenizer.decode(ids[1:])
+    return tokenizer.decode(ids[begin:])
 
 
 def find_prompt(data: Data, tokenizer: Tokenizer, max_len: int) -> str:
     """Returns the first words of the evaluation data: what a sample begins with, so that it fits what was learned."""
+    if data.prompt:
+        return tokenizer.decode(tokenizer.encode(data.prompt)[: max_len // 4]).rstrip("\ufffd")
     inputs = data.eval_batch(0).inputs
     ids = [] if inputs is None else inputs.ids[: min(PROMPT, max_len // 4)].tolist()
     return tokenizer.decode([i for i in ids if i not in tokenizer.special_ids]).rstrip("\ufffd")
@@ -83,7 +88,7 @@ def fill(trained: Trained, text: str, top: int = 5) -> list[list[tuple[str, floa
     at = (tokens == tokenizer.mask).nonzero()[:, 0]
     inputs = Sequences(tokens, torch.arange(len(ids)), dense_layout(1, len(ids)))
     batch = Batch(at, Counts(0, 0, 0, 0), (), inputs, at)
-    logits = model.logits(batch.to(trained.device)).float().cpu() + _forbidden(tokenizer, model.cfg.vocab, ends=False)
+    logits = model.logits(batch.to(trained.device)).float().cpu() + _forbidden(tokenizer, model.cfg.vocab)
     values, found = logits.softmax(-1).topk(min(top, int(logits[0].isfinite().sum())))
     return [
         [(tokenizer.decode([token]), value) for token, value in zip(row, row_values, strict=True)]
@@ -135,7 +140,7 @@ def beam_search(trained: Trained, sources: list[list[int]], beam: int) -> list[l
     padded = pad(np.concatenate(sources), lengths, int(lengths.max()), tokenizer.pad)
     cache = model.start(move(padded, device), copies=beam)
     limit = min(model.cfg.max_len, 2 * int(lengths.max()) + 10)
-    forbidden = _forbidden(tokenizer, model.cfg.vocab).to(device)
+    forbidden = _forbidden(tokenizer, model.cfg.vocab, frozenset({tokenizer.eos})).to(device)
 
     score = torch.full((num, beam), -torch.inf, device=device)
     score[:, 0] = 0.0  # all beams begin alike: only one may be followed at first
@@ -187,12 +192,11 @@ def classify(trained: Trained, images: Sequence[Path], top: int) -> list[list[tu
     ]
 
 
-def _forbidden(tokenizer: Tokenizer, vocab: int, ends: bool = True) -> Tensor:
-    """Returns [vocab]: minus infinity for special tokens, other than the end if text `ends` here, and for ids beyond
-    the tokenizer, else 0."""
+def _forbidden(tokenizer: Tokenizer, vocab: int, ends: frozenset[int] = frozenset()) -> Tensor:
+    """Returns [vocab]: minus infinity for special tokens but those ends and for ids beyond the tokenizer, else 0."""
     penalty = torch.zeros(vocab)
     penalty[tokenizer.size :] = -torch.inf
-    penalty[[i for i in tokenizer.special_ids if not (ends and i == tokenizer.eos)]] = -torch.inf
+    penalty[sorted(tokenizer.special_ids - ends)] = -torch.inf
     return penalty
 
 

@@ -14,7 +14,7 @@ from stretto.average import Average
 from stretto.batch import Batch
 from stretto.gradients import Gradients
 from stretto.guard import Guard
-from stretto.optim import clip_gradients, count_state
+from stretto.optim import clip_gradients
 from stretto.precision import autocast
 from stretto.runtime import seed_all
 
@@ -56,11 +56,6 @@ class Update:
         self.scaler.scale(loss * (self.factor + self.guard.doubt(loss))).backward()
         self.gradients.settle()
         return loss.detach()
-
-    def count_state(self) -> dict[str, int]:
-        """The bytes that stay from step to step in this process, by role."""
-        mean = {"average of weights": self.average.count_bytes()} if self.average is not None else {}
-        return count_state(self.optimizer) | mean
 
     def apply(self) -> Tensor:
         """The norm of all gradients, which are then gone."""

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from stretto.mesh import Mesh, build_mesh
 from stretto.notes import explain_start, find_warnings
 from stretto.optim import learning_rate, set_learning_rate
 from stretto.report import Meter, Report
+from stretto.report.loggers import require_loggers
 from stretto.report.page import write_report
 from stretto.run import Run, compare_replicas, load_latest, look_at_guard, save, start_from_folder
 from stretto.runtime import Runtime
@@ -54,6 +54,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
     would hold the group until then, and destroy it while it holds the GIL, for which threads of gloo may be waiting."""
     folder = Path(config.run.dir)
     require_room(config, rt.world, runtime.total_memory(rt.device))
+    require_loggers(config.report.loggers)
     with ExitStack() as cleanup:
         callbacks = cleanup.enter_context(Callbacks(given.callbacks, rt))
         mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
@@ -74,7 +75,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         if resume:
             load_latest(run)
         origin = start_from_folder(run) if config.model.init and run.step == 0 else []
-        report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
+        report = cleanup.enter_context(Report(folder, config.train.steps, run.step, rt.is_main, config))
         if rt.is_main:
             save_run(folder, config, data.labels)
         if killed:
@@ -83,7 +84,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         notes += explain_start(config, mesh, parts.techniques, run.step, resume)
         notes += parts.executor.take_notes()
         report.start(runtime.describe_environment(rt), data.describe(), parts.describe(), *notes)
-        for warning in find_warnings(config, data, rt.device) if rt.is_main else ():
+        for warning in find_warnings(config, data, rt.device, rt.world) if rt.is_main else ():
             tell(f"warning: {warning}")
         run_loop(run, report)
         if rt.is_main and not rt.stop:  # who was asked to stop when all was done does not wait for a page
@@ -147,12 +148,9 @@ def run_loop(run: Run, report: Report) -> None:
     run.saver.settle()
     if run.stopped_early:
         rt.reason = explain_early_end(cfg, run.step, run.waited, run.best_step)
-        report.say(rt.reason)
-    finished: dict[str, Any] = {"steps": run.step} | ({"reason": rt.reason} if rt.reason else {})
     if first < run.step:
-        report.memory_line(run.config, parts.update.count_state(), rt)
-        finished |= {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
-    report.event(finished=finished)
+        report.memory_line(run.config, parts.update, rt)
+    report.finish(run.step, rt.reason, meter)
 
 
 def read_batches(run: Run, step: int) -> list[tuple[int, Batch]]:

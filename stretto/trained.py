@@ -15,6 +15,7 @@ from stretto.capacity import require_room_for_weights
 from stretto.checkpoint.verify import name_step
 from stretto.config import Config, dump_config, load_config
 from stretto.data import Data, Tokenizer, load_tokenizer, open_data
+from stretto.data.chat import Chat, open_chat
 from stretto.errors import CheckpointError, ConfigError
 from stretto.files import read_text, refuse_links, require_empty, write_text
 from stretto.model import Model, build_model, sites
@@ -33,6 +34,7 @@ class Trained:
     tokenizer: Tokenizer | None
     labels: tuple[str, ...]
     device: torch.device
+    chat: Chat | None = None  # how prompts are written, for a model that was trained to answer
 
     @property
     def weights(self) -> str:
@@ -81,18 +83,26 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None, ow
         step = _find_step(checkpoints, wanted)
     without = config.data.task == "images" or (config.data.own and not (folder / "data" / "tokenizer.json").exists())
     tokenizer = None if without else load_tokenizer(folder / "data")
-    return Trained(config, model, step, tokenizer, _load_labels(folder / "labels.json"), device)
+    chat = open_chat(folder / "data") if config.data.task == "instruct" else None
+    return Trained(config, model, step, tokenizer, _load_labels(folder / "labels.json"), device, chat)
 
 
 def _restore(model: Model, checkpoints: Path, step: int) -> bool:
     """Whether the weights are those of that step: a run that goes on may have deleted its checkpoint meanwhile."""
     try:
-        checkpoint.restore_weights(model, checkpoint.find_used(checkpoint.open_stored(checkpoints, step)))
+        checkpoint.restore_weights(model, _use_means(checkpoint.open_stored(checkpoints, step)))
     except CheckpointError:
         if (checkpoints / name_step(step)).exists():
             raise
         return False
     return True
+
+
+def _use_means(stored: checkpoint.Stored) -> checkpoint.Stored:
+    """With the weights that were evaluated: their means, where a run has kept them."""
+    prefix = f"{checkpoint.MEAN}/"
+    means = {name.removeprefix(prefix): mean for name, mean in stored.moments.items() if name.startswith(prefix)}
+    return replace(stored, weights={**stored.weights, **means})
 
 
 def _load_labels(path: Path) -> tuple[str, ...]:

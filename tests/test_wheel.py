@@ -1,4 +1,4 @@
-"""What others install: an sdist, and a wheel that is built of it, hold the whole package, and train far from a checkout."""
+"""What others install: an sdist, and a wheel built of it, hold the whole package, and train far from a checkout."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stretto import runtime
+from stretto.average import use_means
 from stretto.bench.contest import run_apart
 from stretto.bench.measure import Contestant, Work, measure
 from stretto.bench.worker import explain
@@ -114,7 +115,8 @@ def _learn_and_time(config: Config, folder: Path, steps: int, rt: Runtime, scrat
     for number in range(steps):
         learn(number)
     precision, some = parts.update.precision, config.train.eval_batches
-    scores = evaluate(parts.model, precision, run.data, some, rt, mesh, parts.techniques)
+    with use_means(parts.update.average, parts.model):
+        scores = evaluate(parts.model, precision, run.data, some, rt, mesh, parts.techniques)
     weights = [p for p in parts.model.parameters() if p.requires_grad]
     contestant = Contestant(lambda i: learn(i % timed), weights, records=type(parts.executor) is not Executor)
     work = Work(timed, sum(one[1] for one in counts[:timed]), sum(one[4] for one in counts[:timed]))

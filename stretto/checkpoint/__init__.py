@@ -19,7 +19,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ from stretto.optim import FlatAdamW
 from stretto.weights import Write, find_first_row, find_local, is_first_copy, put, wrap_rows
 
 __all__ = [
-    "Snapshot", "Stored", "count_bytes", "find_best", "find_damage", "find_newest", "find_used", "load", "open_stored",
-    "restore_moments", "restore_weights", "save", "snapshot", "steps",
+    "MEAN", "Means", "Snapshot", "Stored", "count_bytes", "find_best", "find_damage", "find_newest", "load",
+    "open_stored", "restore_moments", "restore_weights", "save", "snapshot", "steps",
 ]  # fmt: skip
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the entries that AdamW keeps for each parameter
 MEAN = "mean"  # of a weight, over the last updates
@@ -200,13 +200,6 @@ def _check_shapes(kind: str, expected: dict[str, torch.Size], found: Mapping[str
     ]
     if differences:
         raise CheckpointError(f"the checkpoint is of another {kind}: " + "; ".join(sorted(differences)))
-
-
-def find_used(stored: Stored) -> Stored:
-    """The checkpoint with the weights that were evaluated: their means, where a run has kept them."""
-    prefix = f"{MEAN}/"
-    means = {name.removeprefix(prefix): mean for name, mean in stored.moments.items() if name.startswith(prefix)}
-    return replace(stored, weights={**stored.weights, **means})
 
 
 def restore_moments(

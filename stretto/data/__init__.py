@@ -1,4 +1,4 @@
-"""Data: text for causal and masked language models, sentence pairs for translation, images for classification.
+"""Data: text for causal and masked language models, conversations, sentence pairs for translation, and images.
 
 `open_data` gives numbered micro-batches; each is a pure function of the seed and its number, whatever was asked for
 before. Read stream.py for that contract, then text.py, pairs.py or images.py.
@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from stretto.config import DataConfig
 from stretto.data.images import ImageData, read_image
+from stretto.data.instruct import InstructData
 from stretto.data.pairs import PairData, open_pair_data
 from stretto.data.stream import Data
 from stretto.data.text import TextData
@@ -50,8 +51,8 @@ def open_data(cfg: DataConfig, *, seed: int, folder: Path, image_size: int = 0, 
 
 def prepare_data(cfg: DataConfig, seed: int) -> str:
     """Tokenises what the recipe's [data] names, once, into its cache, and says how much it is."""
-    if cfg.task == "images":
-        raise ConfigError("data.task = 'images': there is nothing to tokenise")
+    if cfg.task not in ("causal", "masked", "translation"):
+        raise ConfigError(f"data.task = {cfg.task!r}: there is nothing to tokenise beforehand")
     if not cfg.cache:
         raise ConfigError('data.cache = "": name the folder where token files are to be kept, for the run too')
     with TemporaryDirectory() as folder:  # what a run would keep of the data besides
@@ -68,4 +69,6 @@ def _open(cfg: DataConfig, seed: int, folder: Path, image_size: int, fill_cache:
         remove_stale_drafts(place)
     if cfg.task == "translation":
         return open_pair_data(cfg, seed, folder, store)
+    if cfg.task == "instruct":
+        return InstructData(cfg, seed, folder, store)
     return TextData(cfg, seed, folder, store)

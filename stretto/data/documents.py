@@ -181,6 +181,19 @@ def open_corpus(key: Literal["data.train", "data.eval"], cfg: DataConfig, store:
     return open_documents(key, source, cfg.suffix, cfg.column, streaming=cfg.streaming, store=store)
 
 
+def open_table(key: Literal["data.train", "data.eval"], cfg: DataConfig, columns: Sequence[str]) -> rows.Table:
+    """Opens the rows that `data.train` or `data.eval` names, which have some of these columns."""
+    source = cfg.train if key == "data.train" else cfg.eval
+    if source.startswith("hf:"):
+        name, dataset = load_split(key, source, cfg.streaming)
+        rows.Expected(f"{key} = {source!r}", columns, "the data set").check(dataset.column_names or columns)
+        return rows.Table(name, lambda: ((f"{name}:{number}", row) for number, row in enumerate(dataset, 1)))
+    paths = [path for path in find_sources(key, source, ",".join(rows.SUFFIXES)) if rows.is_table(path)]
+    if not paths:
+        raise DataError(f"{key} = {source!r}: it needs rows, in files that end in {', '.join(rows.SUFFIXES)}")
+    return rows.open_files(source, paths, key, columns)
+
+
 def find_sources(key: str, source: str, suffix: str) -> list[Path]:
     """Finds the files that `source` names: itself, those of a pattern, or those of a folder with one of the suffixes,
     which are tables where there are none."""

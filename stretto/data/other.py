@@ -18,7 +18,7 @@ def open_other_data(
 ) -> Data:
     """Opens what `source` names, in any form that data.train has, all of it for evaluation. What is made of it, such
     as token files, goes into the folder `scratch`."""
-    cfg = replace(cfg, train=source, eval=source, test="", tokenizer=str(tokenizer), cache="")
+    cfg = replace(cfg, train=source, eval=source, test="", tokenizer=str(tokenizer), cache="", streaming=False)
     try:
         data = open_data(cfg, seed=seed, folder=scratch, image_size=image_size)
         if isinstance(data, ImageData):

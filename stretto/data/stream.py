@@ -25,6 +25,7 @@ Int64s = npt.NDArray[np.int64]
 class Data(ABC):
     tokenizer: Tokenizer | None = None  # None for images
     labels: tuple[str, ...] = ()  # class names of images
+    prompt = ""  # of the evaluation data, which a sample in the report begins with; empty: their first tokens
     num_train: int  # windows, pairs or images in one epoch
     num_eval_batches: int
     fingerprint: str  # of what training reads, wherever it lies: a resumed run must find the same

@@ -77,6 +77,7 @@ class Special:
 class Tokenizer(ABC):
     size: int  # ids are 0 <= id < size
     special_ids: frozenset[int]  # of every special token, also those without a role
+    special_texts: frozenset[str] = frozenset()  # what stands for them in a chat template
     spaces_lead = True  # a space belongs to the token of the word behind it, or to none
     pad, bos, eos, mask = Special("pad"), Special("bos"), Special("eos"), Special("mask")
 
@@ -95,6 +96,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_json(self) -> str:
         """Returns what tokenizer.json holds."""
+
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_many`, but the text of a special token becomes that token."""
+        return self.encode_many(texts)
 
     def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
         return [np.asarray(ids, np.int64) for ids in self.encode_many(texts)]
@@ -142,7 +147,8 @@ class LibraryTokenizer(Tokenizer):
         inner.encode_special_tokens = True  # the library's word for: treat their text as ordinary text
         self._vocab = inner.get_vocab()
         self.size = max(self._vocab.values()) + 1  # not the number of tokens: some vocabularies have holes
-        self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        special = {i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        self.special_ids, self.special_texts = frozenset(special), frozenset(special.values())
         # Models of whole pieces find special tokens in plain text all the same: these ids are taken out again.
         whole_pieces = json.loads(self._json)["model"].get("type") in ("Unigram", "WordLevel")
         unknown = {self._vocab.get(name) for name in ("<unk>", "[UNK]", "<|unk|>")}
@@ -162,6 +168,13 @@ class LibraryTokenizer(Tokenizer):
         if self._leaked:
             encoded = [[i for i in ids if i not in self._leaked] for ids in encoded]
         return encoded
+
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        self._inner.encode_special_tokens = False
+        try:
+            return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        finally:
+            self._inner.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)

@@ -44,6 +44,8 @@ def write_report(folder: Path, device: torch.device, out: Path | None = None) ->
         trained = load_trained(folder, device)
         writes = isinstance(trained.model, Decoder) and trained.tokenizer is not None
         text = sample(trained, config.train.sample) if writes else ""
+        if trained.chat is not None:
+            text = f"{config.train.sample}\n\n{text}"
     return write_page(folder, dump_config(config), text, _describe(config), out)
 
 
