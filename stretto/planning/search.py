@@ -141,7 +141,7 @@ def list_dimensions(config: Config, hardware: Hardware, approximate: bool) -> di
         BATCH: [Option(BATCH, str(many), partial(set_batch, many=many)) for many in list_counts(config)],
         LAYOUT: [
             Option(LAYOUT, describe_parallel(one, hardware.count), partial(set_section, name="parallel", value=one))
-            for one in list_parallel(config.parallel, hardware.count)
+            for one in (list_parallel(config.parallel, hardware.count) if hardware.is_gpu else [config.parallel])
         ],
         PRECISION: [Option(PRECISION, one, partial(set_precision, value=one)) for one in precisions],
     }
