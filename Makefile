@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Processes that run tests side by side; 0: all tests in one process, as is better on a machine with one GPU.
 WORKERS ?= 2
 
-.PHONY: demo test faults check clean
+.PHONY: demo test faults check site wheel clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -23,6 +23,17 @@ check: .venv/tested
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation as pages, in build/site.
+site: .venv/tested
+	$(BIN)/mkdocs build --quiet
+	@echo build/site/index.html
+
+# What others install, in build/dist. tests/test_wheel.py does this too, and trains with it.
+wheel: .venv/tested
+	rm -rf build/lib build/dist
+	$(BIN)/python -c "import setuptools.build_meta as b; b.build_sdist('build/dist'); b.build_wheel('build/dist')" >/dev/null
+	@ls build/dist/*
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -15,21 +15,22 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from stretto import checkpoint
+from stretto.bench.ablate import train_and_ablate
 from stretto.checkpoint.verify import name_step
 from stretto.config import Config
 from stretto.data import Data
 from stretto.data.sequences import SequenceData
 from stretto.errors import ConfigError, DataError
 from stretto.evaluate import measure_trained
-from stretto.generate import classify, sample, translate
+from stretto.generate import classify, fill, sample, translate
 from stretto.given import Callback, Given
 from stretto.recipes import Overrides, Recipe, load_recipe
 from stretto.report import read_events
 from stretto.runtime import choose_device, start
 from stretto.train import train as run_training
-from stretto.trained import Trained, load_trained
+from stretto.trained import Trained, load_run_config, load_trained
 
-USES = {"causal": "generate", "translation": "translate", "images": "label"}
+USES = {"causal": "generate", "instruct": "generate", "masked": "fill", "translation": "translate", "images": "label"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Result:
 
     folder: Path  # the run folder
     step: int  # updates done
-    stopped: bool  # a callback ended the run before train.steps
+    stopped: bool  # a callback or train.patience ended the run before its last step
     losses: dict[int, float]  # of training, by step; those that were logged
     eval_losses: dict[int, float]  # on held-out data, by step
     best_step: int  # of the lowest evaluation loss; 0: there is none
@@ -66,8 +67,9 @@ def train(
     config = load_recipe(recipe, overrides)
     if data is not None:
         config, data = _adopt(data, config)
-    folder = run_training(config, resume, Given(model, data, tuple(callbacks)))
-    return read_result(folder, config.train.steps)
+    run = train_and_ablate if config.report.ablate else run_training
+    folder = run(config, resume, Given(model, data, tuple(callbacks)))
+    return read_result(folder, load_run_config(folder).train.steps)
 
 
 def _adopt(data: Any, config: Config) -> tuple[Config, Data]:
@@ -94,7 +96,9 @@ def read_result(folder: Path, steps: int) -> Result:
     best = min(finite, key=lambda step: finite[step], default=0)
     kept = best if best in saved else max(saved, default=0)
     last: dict[str, Any] = next((event for event in reversed(events) if "eval_loss" in event), {})
-    finished: dict[str, Any] = next((event["finished"] for event in reversed(events) if "finished" in event), {})
+    ends: list[dict[str, Any]] = [event["finished"] for event in events if "finished" in event]
+    timed = [end for end in ends if "seconds" in end]  # a start with nothing left to do has none
+    finished = timed[-1] if timed else {}
     return Result(
         folder=folder,
         step=done,
@@ -140,16 +144,25 @@ class Loaded:
         return self.trained.step
 
     def generate(
-        self, prompt: str = "", *, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, seed: int = 0
-    ) -> str:
-        """Returns the prompt and what a causal language model writes after it. Temperature 0 takes the likeliest."""
-        self._require("causal")
-        _require_at_least(max_new=(max_new, 0), temperature=(temperature, 0), top_k=(top_k, 1))
-        return sample(self.trained, prompt, max_new, temperature, top_k, seed)
+        self, prompt: str = "", *, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:  # fmt: skip
+        """Returns the prompt and what a causal language model writes after it, or the answer of one that was trained to
+        give it. Temperature 0 takes the likeliest token; else one of the `top_k` likeliest is drawn, and of these one
+        of the fewest that together have the share `top_p`."""
+        self._require("generate")
+        _require_at_least(max_new=(max_new, 0), temperature=(temperature, 0), top_k=(top_k, 1), top_p=(top_p, 0))
+        return sample(self.trained, prompt, max_new, temperature, top_k, seed, top_p)
+
+    def fill(self, text: str, *, top: int = 5) -> list[list[tuple[str, float]]]:
+        """Returns for each [MASK] in the text the likeliest words of a masked language model, with probabilities."""
+        self._require("fill")
+        _require_at_least(top=(top, 1))
+        return fill(self.trained, text, top)
 
     def translate(self, sentences: Sequence[str], *, beam: int = 4) -> list[str]:
         """Translates sentences. Beam 1 is greedy."""
-        self._require("translation")
+        self._require("translate")
         _require_at_least(beam=(beam, 1))
         if isinstance(sentences, str):
             raise DataError("sentences: give a list, as in translate(['a dog runs'])")
@@ -157,7 +170,7 @@ class Loaded:
 
     def label(self, images: Sequence[str | Path], *, top: int = 5) -> list[list[tuple[str, float]]]:
         """Returns the likeliest labels of each image file, with their probabilities."""
-        self._require("images")
+        self._require("label")
         _require_at_least(top=(top, 1))
         if isinstance(images, str | Path):
             raise DataError("images: give a list of files, as in label(['cat.png'])")
@@ -173,11 +186,11 @@ class Loaded:
         with start(replace(self.config.run, device=device)) as rt, rt.interruptible():
             return measure_trained(self.trained, self.folder, rt, beam, data)
 
-    def _require(self, task: str) -> None:
+    def _require(self, use: str) -> None:
         own, can = self.config.model.own, USES.get(self.config.data.task)
         if own:
             raise DataError(f"{self.folder} has a model of its own, {own}: use it by `.model`")
-        if self.config.data.task != task:
+        if can != use:
             way = f"use .{can}(...)" if can else "it only evaluates"
             raise DataError(f"{self.folder} is a run with data.task = {self.config.data.task!r}: {way}")
 

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from stretto.average import Average
 from stretto.batch import Batch
 from stretto.config import Config
 from stretto.errors import ConfigError
@@ -54,7 +55,7 @@ def run_step(
     """Update number `step` from this process's micro-batches: its summed loss and the norm of all gradients, both still
     on the device. `num_labels` counts the labels of all processes."""
     share = parts.update.gradients.copies / (world * len(batches))
-    parts.update.begin(num_labels)
+    parts.update.begin(step, num_labels)
     parts.techniques.begin(step, share, parts.update.scaler)
     results = parts.executor.run(batches, parts.techniques.graph_key(step))
     parts.techniques.end(step)
@@ -118,6 +119,7 @@ def build(config: Config, rt: Runtime, mesh: Mesh, given: nn.Module | None = Non
         device=rt.device,
         clip=config.optim.clip,
         seed=config.run.seed,
+        average=Average(optimizer, config.train.ema) if config.train.ema else None,
         # Parts of a micro-batch are dropped from differently, as different samples are.
         random_keys=context.part + techniques.random_keys(),
     )

@@ -10,19 +10,27 @@ Nothing here imports torch: a refusal comes at once.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 
 from stretto.config import Config, ModelConfig
 from stretto.errors import ConfigError
-from stretto.memory import FP32, GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, count_block_parameters
-from stretto.plan import find_way, for_device
+from stretto.memory import FP32, GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, block_bytes, count_block_parameters
+from stretto.plan import find_load, find_way, for_device
 
 OBJECTS = 50_000  # bytes of the Python objects that a block is, at least
 ID_BYTES = 8
+CONTAINER = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # version 2, 1
 
 
 def find_machine_memory() -> int:
-    """Returns the bytes of memory that this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the bytes of memory that this machine has, or that its container may use."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTAINER:
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            sizes.append(int(path.read_text()))
+    return min(sizes)
 
 
 def require_room(config: Config, processes: int, gpu: int) -> None:
@@ -31,6 +39,7 @@ def require_room(config: Config, processes: int, gpu: int) -> None:
     config = for_device(config, gpu > 0)
     way = find_way(config)
     each = WEIGHT_BYTES[way.weights] + GRADIENT_BYTES[way.weights] + MOMENT_BYTES[way.moments]
+    each += FP32 if way.averages else 0
     _require_model(config.model, each, processes, gpu)
     for what, size in count_batch(config, way.element).items():
         _require(size // processes, what, gpu)
@@ -64,8 +73,9 @@ def count_parts(cfg: ModelConfig) -> dict[str, int]:
 
 
 def count_batch(config: Config, element: int) -> dict[str, int]:
-    """Counts the bytes of what comes into the first block for one micro-batch, and of the ids or pixels of all those of
-    a step, which wait together. Batches of pairs are as large as the data allow, whatever the recipe says."""
+    """Counts the bytes of what comes into the first block for one micro-batch, or on a CPU of all that plain blocks
+    keep of it; and of the ids or pixels of all those of a step, which wait together. Batches of pairs are as large as
+    the data allow, whatever the recipe says."""
     cfg, data, images = config.model, config.data, config.data.task == "images"
     size, number = f"data.batch_size = {data.batch_size:,}", f"train.micro_batches = {config.train.micro_batches:,}"
     tokens = (cfg.image_size // cfg.patch) ** 2 + 1 if images else data.seq_len
@@ -74,9 +84,21 @@ def count_batch(config: Config, element: int) -> dict[str, int]:
         return {number: config.train.micro_batches * ID_BYTES}
     length = f"model.image_size = {cfg.image_size:,}" if images else f"data.seq_len = {data.seq_len:,}"
     return {
-        f"{size}, {length}": data.batch_size * max(tokens * cfg.width * element, sample),
+        f"{size}, {length}": data.batch_size * max(tokens * cfg.width * element, sample, count_kept(config, element)),
         f"{number}, {size}, {length}": config.train.micro_batches * data.batch_size * sample,
     }
+
+
+def count_kept(config: Config, element: int) -> int:
+    """Counts the bytes that a CPU keeps of one sample for the backward pass: a system whose memory is full ends the
+    process without a word. 0 where it may be less: with techniques, compiled, or in a model of somebody's own. A GPU's
+    memory has an error of its own."""
+    cfg = config.model
+    techniques = [value for value in asdict(config.techniques).values() if value not in (None, "auto")]
+    if config.run.device != "cpu" or techniques or config.train.compile or cfg.own:
+        return 0
+    load = find_load(config, 1)
+    return load.tokens * cfg.layers * sum(block_bytes(cfg, element=element).values()) + load.labels * cfg.vocab * FP32
 
 
 def _require_model(cfg: ModelConfig, each: int, processes: int, gpu: int) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stretto.checkpoint import find_best, steps
-from stretto.checkpoint.verify import judge, name_step, read_manifest
-from stretto.config import Config, DataConfig
+from stretto.checkpoint.verify import judge, name_step, read_manifest, read_state
+from stretto.config import Config, DataConfig, TrainConfig
 from stretto.ending import EXIT, MOST_BYTES
 from stretto.errors import CheckpointError, StrettoError
 from stretto.files import read_text
+from stretto.length import explain_early_end, is_over
 from stretto.trained import load_run_config
 
 
@@ -52,9 +54,19 @@ def _check_checkpoints(folder: Path, config: Config, found: Findings) -> int:
     elif newest > total:
         found.obstacles.append(f"{folder} is at step {newest}, beyond train.steps = {total}")
     else:
-        found.lines.append(f"finished: step {total}" if newest == total else f"resumes after step {newest} of {total}")
+        found.lines.append(_say_whether_it_goes_on(config.train, newest, folder))
         found.lines.append(f"best: step {_find_best(folder)}")
     return newest
+
+
+def _say_whether_it_goes_on(cfg: TrainConfig, newest: int, folder: Path) -> str:
+    if newest == cfg.steps:
+        return f"finished: step {newest}"
+    with suppress(CheckpointError):
+        state = read_state(folder / name_step(newest))
+        if is_over(cfg, newest, state.get("waited", 0)):
+            return explain_early_end(cfg, newest, state["waited"], state["best_step"])
+    return f"resumes after step {newest} of {cfg.steps}"
 
 
 def _find_best(folder: Path) -> str:
@@ -99,8 +111,8 @@ def _describe_end(path: Path) -> str:
     """In the words of exit.json; without one, the run goes on or was killed."""
     try:
         record: dict[str, Any] = json.loads(read_text(path, MOST_BYTES))
-        cause = f", {record['cause']} in process {record['rank']}: {record['message']}" if record["cause"] else ""
-        return f"exit code {record['code']}{cause}"
+        cause = f"{record['cause']} in process {record['rank']}: {record['message']}"
+        return ", ".join(filter(None, (f"exit code {record['code']}", cause if record["cause"] else record["message"])))
     except FileNotFoundError:
         return "goes on, or was killed (no exit.json)"
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:

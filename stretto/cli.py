@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, Preempted, StrettoError, tell
 from stretto.signals import stop_early
 
+ABLATE_STEPS = 20
 app = typer.Typer(
     help="Trains Transformers faster on the GPUs you have.", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,14 +47,32 @@ def train(
     recipe: Recipe,
     override: Override = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint, if any")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="first choose what `stretto plan` would for this machine: the same training")
+    ] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="then find out what each technique contributes, by short runs without it")
+    ] = False,
 ) -> None:
     """Train what a recipe says; under `stretto launch` or torchrun, on several processes. A run folder goes on with
     `--resume`."""
     from stretto.recipes import load_recipe
 
     config = load_recipe(recipe, override)  # before torch is imported: mistakes answer at once
-    from stretto.train import train as run
+    if plan and resume:
+        raise typer.BadParameter("a run that goes on stays as it was planned: leave it out", param_hint="--plan")
+    if plan:
+        from stretto.planning.search import plan_run
 
+        config, chosen = plan_run(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(chosen)
+    if ablate and not config.report.ablate:
+        config = replace(config, report=replace(config.report, ablate=ABLATE_STEPS))
+    if config.report.ablate:
+        from stretto.bench.ablate import train_and_ablate as run
+    else:
+        from stretto.train import train as run
     run(config, resume)
 
 
@@ -70,16 +91,35 @@ def launch(
     raise typer.Exit(run(command, processes, restarts, machines, machine, meet))
 
 
+@app.command("data")
+def prepare(
+    recipe: Recipe,
+    override: Override = [],  # noqa: B006
+) -> None:
+    """Tokenise the data of a recipe once, into the folder data.cache; whoever was stopped goes on where he was."""
+    from stretto.recipes import load_recipe
+
+    config = load_recipe(recipe, override)
+    from stretto.data import prepare_data
+
+    typer.echo(prepare_data(config.data, config.run.seed))
+    typer.echo(config.data.cache)
+
+
 @app.command("eval")
 def evaluate_run(
-    run: Run, beam: Annotated[int, typer.Option(min=1, help="translation: beams per sentence")] = 4
+    run: Run,
+    data: Annotated[str, typer.Option(help="other data instead of the run's, in any form that data.train has")] = "",
+    batches: Annotated[int, typer.Option(min=0, help="most batches to measure the loss on; 0: all")] = 0,
+    beam: Annotated[int, typer.Option(min=1, help="translation: beams per sentence")] = 4,
 ) -> None:
     """Measure a trained run: loss, and BLEU or accuracy where the task has them."""
     from stretto.evaluate import measure
 
-    scores = measure(run, beam)
+    scores = measure(run, beam, data, batches)
     counts = [scores.pop(name) for name in ("batches", "all_batches", "batches_while_training")]
-    typer.echo("batches: {} of {}; evaluations while it was trained: over {}".format(*counts))
+    trained = "" if data else f"; evaluations while it was trained: over {counts[2]}"
+    typer.echo(f"batches: {counts[0]} of {counts[1]}{trained}")
     for name, value in scores.items():
         typer.echo(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
 
@@ -87,22 +127,28 @@ def evaluate_run(
 @app.command()
 def generate(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="what to continue or translate")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="what to continue or translate; masked language models: with [MASK] for words to find")
+    ] = "",
     input: Annotated[
         Path | None, typer.Option(help="a text file with one prompt a line; an image or a folder of them")
     ] = None,
     max_new: Annotated[int, typer.Option(min=0, help="language models: most new tokens")] = 400,
     temperature: Annotated[float, typer.Option(min=0, help="language models: 0 takes the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="tokens to sample from (40), or labels to print (5)")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="tokens to sample from (40), or labels and words to print (5)")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="language models: of those, the fewest that have this share")
+    ] = 1.0,
     beam: Annotated[int, typer.Option(min=1, help="translation: 1 is greedy")] = 4,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
 ) -> None:
-    """Let a trained run write, translate or label."""
+    """Let a trained run write, fill in words, translate or label."""
     from stretto.generate import produce
     from stretto.runtime import choose_device
     from stretto.trained import load_trained
 
-    for line in produce(load_trained(run, choose_device()), prompt, input, max_new, temperature, top_k, beam, seed):
+    trained = load_trained(run, choose_device())
+    for line in produce(trained, prompt, input, max_new, temperature, top_k, beam, seed, top_p):
         typer.echo(line)
 
 
@@ -126,12 +172,15 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of a run anew, or a page that compares several runs."""
+    from stretto.report.ablation import explain_ablation
     from stretto.report.compare import COMPARISON, write_comparison
     from stretto.report.page import write_report
     from stretto.runtime import choose_device
 
     path = write_report(runs[0], choose_device(), out) if len(runs) == 1 else None
     typer.echo(path or write_comparison(runs, out or Path(COMPARISON)))
+    for line in explain_ablation(runs[0]) if path else ():
+        typer.echo(line)
 
 
 @app.command()
@@ -177,29 +226,56 @@ def export(
         write_folded(folder, trained)
     else:
         write_folder(folder, trained.model, trained.tokenizer, trained.labels)
-    typer.echo(f"{folder}: step {trained.step} of {run}")
+    typer.echo(f"{folder}: step {trained.step} of {run}" + f", {trained.weights}" * bool(trained.weights))
 
 
 @app.command()
 def plan(
     recipe: Recipe,
     override: Override = [],  # noqa: B006
-    memory: Annotated[bool, typer.Option("--memory", help="the bytes of a training step, by role")] = False,
-    gpu_memory: Annotated[str, typer.Option(help="of a card, such as 16GiB: which batch fits into it")] = "",
-    pipeline: Annotated[bool, typer.Option("--pipeline", help="time and bytes of the model cut over devices")] = False,
+    gpu: Annotated[
+        str, typer.Option(help="what to plan for, such as h200 or 8xh100, or cpu; without it, this machine's GPUs")
+    ] = "",
+    approximate: Annotated[
+        bool, typer.Option("--approximate", help="allow what changes the mathematics of training, too")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="write the chosen recipe to this TOML file")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="run the best few here, and rank anew")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="instead: the bytes of a training step, by role")] = False,
+    gpu_memory: Annotated[str, typer.Option(help="--memory: of a card, such as 16GiB: which batch fits into it")] = "",
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="instead: time and bytes of the model cut over devices")
+    ] = False,
 ) -> None:
-    """Say what a recipe needs, without running it."""
-    from stretto.parallel.pipeline_costs import explain_pipeline
-    from stretto.plan import explain_memory, read_bytes
+    """Say how a recipe trains fastest on given GPUs, without running it: batch, memory, layout and techniques."""
     from stretto.recipes import load_recipe
 
+    config = load_recipe(recipe, override)
+    if memory or pipeline or gpu_memory:
+        _explain_needs(config, memory, gpu_memory, pipeline)
+        return
+    from stretto.hardware import choose_hardware
+    from stretto.planning.search import make_plan
+    from stretto.planning.table import show
+
+    found = make_plan(config, choose_hardware(gpu), approximate)
+    if measure:
+        from stretto.planning.probe import measure_plan
+
+        found = measure_plan(found)
+    show(found, recipe, out)
+
+
+def _explain_needs(config: Config, memory: bool, gpu_memory: str, pipeline: bool) -> None:
+    from stretto.parallel.pipeline_costs import explain_pipeline
+    from stretto.plan import explain_memory, read_bytes
+
     if not memory and not pipeline:
-        raise typer.BadParameter("say what to plan: --memory or --pipeline", param_hint="--memory")
+        raise typer.BadParameter("it is the card of --memory: add that", param_hint="--gpu-memory")
     try:
         limit = read_bytes(gpu_memory) if gpu_memory else 0
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
-    config = load_recipe(recipe, override)
     for line in (*(explain_memory(config, limit) if memory else ()), *(explain_pipeline(config) if pipeline else ())):
         typer.echo(line)
 

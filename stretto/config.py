@@ -18,10 +18,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
+from stretto.estimate import Dropped, Kept, Narrow, Own, Section
 from stretto.files import read_text
 from stretto.presets import PRESETS
 from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, show
 
+LOGGERS = ("wandb", "mlflow")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)")
 
 
@@ -39,15 +41,19 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    task: Literal["causal", "masked", "translation", "images"] = "causal"  # what is learned; model.kind has to fit
-    # Text: a file, a folder, "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging Face data set.
+    # What is learned; model.kind has to fit. instruct: answers, in conversations (docs/data.md).
+    task: Literal["causal", "masked", "instruct", "translation", "images"] = "causal"
+    # Text: a file, a folder, a pattern such as "data/*.jsonl", "python-stdlib", or "hf:NAME[/CONFIG]" for a Hugging
+    # Face data set. Of .jsonl, .csv and .parquet files, each row is a document.
     # Translation: the common start of the two files ("data/train" for data/train.en.gz and data/train.de.gz).
     # Images: a folder with one folder per class, or an .npz with arrays `images` and `labels`.
     train: str = "python-stdlib"
     eval: str = ""  # the same forms; empty: the last `held_out` share of `train`
     test: str = ""  # translation: what `stretto eval` measures BLEU on; empty: the evaluation data
     held_out: float = 0.02  # share of `train` that is kept for evaluation, where `eval` is empty
-    suffix: str = ".py,.txt,.md"  # which files of a folder are text
+    suffix: str = ".py,.txt,.md"  # which files of a folder are read; where it has none of these, its tables
+    column: str = "text"  # the text of a row
+    streaming: bool = False  # hf: read rows as they arrive, each time they are needed; no copy is kept on the disk
     languages: tuple[str, ...] = ()  # translation: ("en", "de") means from en to de
     tokenizer: str = "bytes"  # "bytes", "bpe" (trained on the training data), or the path of a tokenizer.json
     vocab: int = 8192  # size of a "bpe" tokenizer
@@ -177,9 +183,11 @@ class ModelConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     lr: float = 1e-3  # the highest, reached after warm-up
-    min_lr: float = 0.1  # cosine and linear end at this share of lr
-    schedule: Literal["cosine", "linear", "inverse_sqrt", "constant"] = "cosine"  # of the rate, after warm-up
+    min_lr: float = 0.1  # cosine, linear and wsd end at this share of lr
+    # Of the rate, after warm-up. wsd: it stays at lr, and falls in a straight line over the last `decay` of the run.
+    schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
     warmup: int = 100  # steps of linear warm-up
+    decay: float = 0.1  # wsd: share of all steps over which the rate falls
     weight_decay: float = 0.1  # on matrices and tables; never on biases and norms
     beta1: float = 0.9  # AdamW: decay of the mean of gradients
     beta2: float = 0.95  # AdamW: decay of the mean of their squares
@@ -190,6 +198,7 @@ class OptimConfig:
         _require_positive("optim", self, "lr", "eps")
         _require_not_negative("optim", self, "warmup", "weight_decay", "clip")
         _require(0.0 <= self.min_lr <= 1.0, "optim.min_lr is a share of optim.lr: it must be between 0 and 1")
+        _require(0.0 < self.decay <= 1.0, f"optim.decay = {self.decay} is a share of train.steps: above 0, at most 1")
         for key in ("beta1", "beta2"):
             _require(0.0 <= getattr(self, key) < 1.0, f"optim.{key} must be in [0, 1)")
 
@@ -197,6 +206,7 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 1000  # updates of the weights
+    epochs: float = 0.0  # passes over the training data, from which `steps` follows at the start; 0: `steps` says it
     # Micro-batches per step, over all processes: the batch of a step is the same on any number of them. They take whole
     # micro-batches where these can be dealt out evenly, else each takes its part of the samples of some.
     micro_batches: int = 1
@@ -205,9 +215,13 @@ class TrainConfig:
     # CUDA graphs: steps are recorded and replayed, which takes the host out of small ones. auto: where they can be used
     # and the host is what a step waits for; the log says what was chosen, and why.
     graphs: Literal["auto", "on", "off"] = "auto"
+    # The decay of a running mean of the weights, such as 0.999, which is evaluated and used in their place; 0: there is
+    # none. Early in a run it is lower: docs/training.md.
+    ema: float = 0.0
     log_every: int = 10  # steps between two lines of the log
     eval_every: int = 0  # steps between two evaluations; 0: only at the end
     eval_batches: int = 20  # micro-batches per evaluation; 0: all there are
+    patience: int = 0  # evaluations in a row without a lower loss, after which the run ends; 0: it never ends by that
     # What to do about a loss or gradient that is not finite. Its update is never applied, either way.
     non_finite: Literal["stop", "skip"] = "stop"
     # What to do about a gradient whose norm, before clipping, is a spike: at least four times the usual one of the last
@@ -220,11 +234,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require_positive("train", self, "steps", "micro_batches", "log_every")
-        _require_not_negative("train", self, "eval_every", "eval_batches", "compare_every")
+        _require_not_negative("train", self, "epochs", "eval_every", "eval_batches", "patience", "compare_every")
+        _require(0.0 <= self.ema < 1.0, f"train.ema = {self.ema} is a decay: it must be in [0, 1)")
+        _require(
+            self.patience == 0 or self.eval_every > 0,
+            f"train.patience = {self.patience} counts evaluations, and there is none before the end: set"
+            " train.eval_every",
+        )
 
 
 @dataclass(frozen=True)
-class FusedConfig:
+class FusedConfig(Own):
     # How the optimizer keeps weights. split: bf16 weights plus the 16 bits that fp32 would add, exact in 2 bytes less
     # than fp32 and a bf16 copy. bf16: those bits are dropped, and updates are rounded at random, right on average.
     # auto: split on a GPU in bf16, else fp32.
@@ -239,7 +259,7 @@ class FusedConfig:
 
 
 @dataclass(frozen=True)
-class LeanConfig:
+class LeanConfig(Kept):
     # The memory that training may take, such as "16GiB", or a share of the GPU's, such as "80%": what is kept for the
     # backward pass is then chosen block by block, as much as fits, and `mlp`, `qkv` and `blocks` are not asked.
     memory: str = ""
@@ -269,7 +289,7 @@ class LeanConfig:
 
 
 @dataclass(frozen=True)
-class Fp8Config:
+class Fp8Config(Narrow):
     # How many numbers share a scale: those of a tensor, those of a row along what is added up, or 128 of a row (and
     # 128 x 128 of a weight).
     recipe: Literal["tensor", "row", "block128"] = "tensor"
@@ -280,7 +300,7 @@ class Fp8Config:
 
 
 @dataclass(frozen=True)
-class LayerDropConfig:
+class LayerDropConfig(Dropped):
     theta: float = 0.5  # how often the last block works where the schedule is lowest; the first one always does
     # decay: all blocks work at first, then fewer and fewer. raptr: few at first, all of them at the end.
     schedule: Literal["decay", "raptr", "constant"] = "decay"
@@ -300,7 +320,7 @@ class LayerDropConfig:
 
 
 @dataclass(frozen=True)
-class StandardizeConfig:
+class StandardizeConfig(Section):
     # Of the loss, a mean over the former norms and over channels; the sum of the paper has this over their number.
     weight: float = 1.0
     warmup: int = 100  # steps over which the weight grows from 0; make it that of the learning rate
@@ -406,6 +426,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ReportConfig:
+    # After the run: updates of short runs with all techniques, and without each in turn, which say what it contributed:
+    # time, memory and loss. 0: there are none; `stretto train --ablate` makes it 20.
+    ablate: int = 0
+    # Who else gets the numbers, by libraries that are installed for it: "wandb", "mlflow". docs/report.md
+    loggers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_not_negative("report", self, "ablate")
+        for name in self.loggers:
+            _require(name in LOGGERS, f"report.loggers: {name!r} must be one of {', '.join(LOGGERS)}")
+
+
+@dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -415,10 +449,11 @@ class Config:
     techniques: TechniquesConfig = field(default_factory=TechniquesConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        kinds = {"causal": "decoder", "masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
-        want = kinds[self.data.task]
+        kinds = {"masked": "encoder", "translation": "encoder-decoder", "images": "vit"}
+        want = kinds.get(self.data.task, "decoder")
         _require(
             self.model.kind == want,
             f"data.task = {self.data.task!r} needs model.kind = {want!r}, not {self.model.kind!r}",
@@ -435,6 +470,11 @@ class Config:
             self.train.spikes == "log" or self.parallel.pipeline == 1 or self.parallel.schedule == "1f1b",
             "train.spikes = 'skip' needs the norm of all gradients, for which parallel.schedule ="
             f" {self.parallel.schedule!r} does not wait: set it to '1f1b', or train.spikes to 'log'",
+        )
+        _require(
+            self.train.ema == 0.0 or self.parallel.pipeline == 1,
+            "train.ema follows whole updates, and the processes of a pipeline make theirs one part of the model after"
+            " the other: set parallel.pipeline to 1, or train.ema to 0",
         )
         _require(
             self.data.task != "images" or self.model.channels == 3, "model.channels must be 3: images are read as RGB"

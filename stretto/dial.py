@@ -136,7 +136,9 @@ def choose(needs: Needs, options: Sequence[Keep], memory: int) -> Choice | None:
     """The fastest choice of an option for each block, and of the size of a chunk of logits, with which a step takes at
     most so many bytes; None: there is none. The sum of an output layer's gradient is read and written once a chunk."""
     cfg, load, found = needs.model, needs.load, []
-    for chunk in CHUNKS if cfg.vocab and not cfg.classes else CHUNKS[:1]:
+    if cfg.classes or not cfg.vocab:  # there are no chunks
+        return fit(needs, options, memory)
+    for chunk in CHUNKS:
         choice = fit(needs, options, memory, chunk)
         if choice is not None:
             rows = chunk_rows(load.labels, -(-cfg.vocab // 64) * 64 * needs.way.element, chunk)

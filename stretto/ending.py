@@ -44,7 +44,7 @@ def recording_exit(folder: Path, rt: Runtime, config: Config) -> Iterator[None]:
             path.unlink()
 
     def record(error: BaseException | None) -> None:
-        end = getattr(error, "first", None) or describe_end(error, rt.rank, rt.step)
+        end = getattr(error, "first", None) or describe_end(error, rt.rank, rt.step, rt.reason)
         same = all(before.get(key) == value for key, value in _find_kind(end, version).items())
         attempts = (before.get("attempts", 1) + 1) if same else 1
         _write(path, end | {"attempts": attempts, "version": version, "time": read_clock()}, error)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from stretto.data import Data, PairData, open_data
+from stretto.data.other import open_other_data
 from stretto.generate import translate
 from stretto.mesh import Mesh
 from stretto.model import Model, VisionTransformer
@@ -72,14 +74,22 @@ def _average(values: dict[str, float], share: float, rt: Runtime) -> dict[str, f
     return dict(zip(values, means.tolist(), strict=True))
 
 
-def measure(folder: Path, beam: int) -> dict[str, Any]:
+def measure(folder: Path, beam: int, source: str = "", batches: int = 0) -> dict[str, Any]:
     """Measures what `stretto eval` prints: the loss of a run's best weights on all evaluation data, and BLEU on the
-    test sentences."""
-    with start(load_run_config(folder).run) as rt, rt.interruptible():
-        return measure_trained(load_trained(folder, rt.device), folder, rt, beam)
+    test sentences; or both on the data that `source` names. `batches`: as many at most; 0: all."""
+    opened = start(load_run_config(folder).run)
+    with opened as rt, rt.interruptible(), TemporaryDirectory(prefix="stretto-") as scratch:
+        trained, data = load_trained(folder, rt.device), None
+        if source:
+            cfg, labels = trained.config, trained.labels
+            size = cfg.model.image_size
+            data = open_other_data(cfg.data, source, folder / "data", labels, Path(scratch), cfg.run.seed, size)
+        return measure_trained(trained, folder, rt, beam, data, batches)
 
 
-def measure_trained(trained: Trained, folder: Path, rt: Runtime, beam: int, data: Data | None = None) -> dict[str, Any]:
+def measure_trained(
+    trained: Trained, folder: Path, rt: Runtime, beam: int, data: Data | None = None, batches: int = 0
+) -> dict[str, Any]:
     """Measures a run that is loaded, on its own data, or on others. Evaluations while it was trained were over the
     first `batches_while_training` batches only."""
     cfg = trained.config
@@ -89,9 +99,10 @@ def measure_trained(trained: Trained, folder: Path, rt: Runtime, beam: int, data
             cfg.data, seed=cfg.run.seed, folder=folder / "data", image_size=cfg.model.image_size, fill_cache=False
         )
     precision = resolve_precision(cfg.train.precision, rt.device)
-    scores: dict[str, Any] = evaluate(trained.model, precision, data, 0, rt, Mesh(rt.rank, rt.world))
+    scores: dict[str, Any] = evaluate(trained.model, precision, data, batches, rt, Mesh(rt.rank, rt.world))
     known = data.num_eval_batches
-    scores = {"step": trained.step} | scores | {"batches_while_training": min(cfg.train.eval_batches or known, known)}
+    origin = {"step": trained.step} | ({"weights": trained.weights} if trained.weights else {})
+    scores = origin | scores | {"batches_while_training": min(cfg.train.eval_batches or known, known)}
     if isinstance(data, PairData):
         scores |= measure_bleu(trained, data.load_test_pairs(), beam)
     return scores

@@ -21,12 +21,12 @@ from typing import IO
 from stretto.errors import CheckpointError, ConfigError
 
 # What a run writes into its folder. Other files there are the user's own.
-RUN_FILES = ("lock", "config.toml", "labels.json", "events.jsonl", "report.html", "exit.json")
-RUN_FOLDERS = ("checkpoints", "data", "tensorboard")
+RUN_FILES = ("lock", "config.toml", "labels.json", "events.jsonl", "report.html", "exit.json", "loggers.json")
+RUN_FOLDERS = ("checkpoints", "data", "tensorboard", "ablation")
 # What `replacing` calls the drafts of these, and of tokenizers and token files.
 _DRAFT = re.compile(
-    rf"\.({'|'.join(map(re.escape, RUN_FILES))}|tokenizer\.json|bpe-[0-9a-f]{{16}}\.json|[0-9a-f]{{16}}\.tokens)"
-    r"\.[0-9a-f]{32}"
+    rf"\.({'|'.join(map(re.escape, RUN_FILES))}|tokenizer(_config)?\.json|bpe-[0-9a-f]{{16}}\.json"
+    r"|[0-9a-f]{16}(-\d+-of-\d+)?\.tokens|[0-9a-f]{16}\.seen)\.[0-9a-f]{32}"
 )
 
 

@@ -7,9 +7,33 @@ BERT's output layer only where a token is predicted: MFU then says how much of t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
-from stretto.batch import Counts, Depth
 from stretto.config import ModelConfig
+
+
+class Counted(Protocol):
+    """What is counted of a batch: `Counts` of batch.py, or what a plan expects. Nothing here waits for torch."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def labels(self) -> int: ...
+    @property
+    def pairs(self) -> int: ...
+    @property
+    def source_tokens(self) -> int: ...
+    @property
+    def source_pairs(self) -> int: ...
+    @property
+    def cross_pairs(self) -> int: ...
+
+
+class Working(Protocol):
+    """Of a stack: the number of blocks that would do as much work on a whole batch (`Depth` of batch.py)."""
+
+    @property
+    def work(self) -> float: ...
 
 
 def tokens_per_sample(cfg: ModelConfig) -> int:
@@ -17,7 +41,7 @@ def tokens_per_sample(cfg: ModelConfig) -> int:
     return (cfg.image_size // cfg.patch) ** 2 + 1 if cfg.kind == "vit" else 1
 
 
-def training_flops(cfg: ModelConfig, counts: Counts, depths: Mapping[str, Depth] | None = None) -> float:
+def training_flops(cfg: ModelConfig, counts: Counted, depths: Mapping[str, Working] | None = None) -> float:
     """Counts the FLOPs of both passes over one batch, by all blocks, or by as many as `depths` says; 0 for a model that
     the configuration does not describe."""
     if cfg.own:

@@ -1,4 +1,4 @@
-"""What trained models produce: continuations, translations, labels."""
+"""What trained models produce: continuations, words for masks, translations, labels."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from stretto.batch import Batch, Counts
+from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.batch import pack as move
 from stretto.data import Data, Tokenizer, read_image
-from stretto.data.documents import open_text
 from stretto.data.images import SUFFIXES
+from stretto.data.opening import open_text
 from stretto.data.packing import pad
 from stretto.data.pairs import cut_batches
+from stretto.data.tokenizer import MASK
 from stretto.errors import DataError
-from stretto.model import Decoder, EncoderDecoder, VisionTransformer
+from stretto.model import Decoder, Encoder, EncoderDecoder, VisionTransformer
 from stretto.trained import Trained
 
 PROMPT = 16  # tokens
@@ -29,39 +30,83 @@ PROMPT = 16  # tokens
 
 @torch.no_grad()
 def sample(
-    trained: Trained, prompt: str, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, seed: int = 0
-) -> str:
-    """Returns the prompt and what the language model writes after it. Temperature 0 takes the likeliest token."""
+    trained: Trained, prompt: str, max_new: int = 400, temperature: float = 0.8, top_k: int = 40, seed: int = 0,
+    top_p: float = 1.0,
+) -> str:  # fmt: skip
+    """Returns the prompt and what the language model writes after it; of a model that was trained to answer, the answer
+    alone. Temperature 0 takes the likeliest token; else one of the `top_k` likeliest, and of these one of the fewest
+    that together have the share `top_p`."""
     model, tokenizer = trained.model, _tokenizer(trained)
     assert isinstance(model, Decoder)
-    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
+    chat, ends = trained.chat, frozenset({tokenizer.eos}) if trained.chat is None else trained.chat.find_ends(tokenizer)
+    ids = [tokenizer.bos, *tokenizer.encode(prompt)] if chat is None else chat.encode_prompt(prompt, tokenizer)
+    begin = 1 if chat is None else len(ids)
     room = model.cfg.max_len - len(ids)
     if room <= 0:
         raise DataError(f"the prompt has {len(ids)} tokens, the model reads at most {model.cfg.max_len - 1}")
     generator = torch.Generator(trained.device).manual_seed(seed)
     cache, new = model.start(), torch.tensor([ids], device=trained.device)
-    forbidden = _forbidden(tokenizer, model.cfg.vocab).to(trained.device)
+    forbidden = _forbidden(tokenizer, model.cfg.vocab, ends).to(trained.device)
     for _ in range(min(max_new, room)):
         logits = model.decode(new, cache)[0].float() + forbidden
-        new = _choose(logits, temperature, top_k, generator).view(1, 1)
-        if int(new) == tokenizer.eos:
+        new = _choose(logits, temperature, top_k, top_p, generator).view(1, 1)
+        if int(new) in ends:
             break
         ids.append(int(new))
-    return tokenizer.decode(ids[1:])
+    return tokenizer.decode(ids[begin:])
 
 
 def find_prompt(data: Data, tokenizer: Tokenizer, max_len: int) -> str:
     """Returns the first words of the evaluation data: what a sample begins with, so that it fits what was learned."""
+    if data.prompt:
+        return tokenizer.decode(tokenizer.encode(data.prompt)[: max_len // 4]).rstrip("\ufffd")
     inputs = data.eval_batch(0).inputs
     ids = [] if inputs is None else inputs.ids[: min(PROMPT, max_len // 4)].tolist()
     return tokenizer.decode([i for i in ids if i not in tokenizer.special_ids]).rstrip("\ufffd")
 
 
-def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
+def _choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
     if temperature == 0:
         return logits.argmax()
     values, ids = logits.topk(min(top_k, len(logits)))
-    return ids[torch.multinomial((values / temperature).softmax(0), 1, generator=generator)]
+    shares = (values / temperature).softmax(0)
+    enough = shares.cumsum(0) - shares >= top_p  # those in front of it have the share
+    enough[0] = False
+    shares = shares.masked_fill(enough & (top_p < 1), 0.0)
+    return ids[torch.multinomial(shares, 1, generator=generator)]
+
+
+@torch.no_grad()
+def fill(trained: Trained, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
+    """Returns for each mask in the text the likeliest tokens with their probabilities."""
+    model, tokenizer = trained.model, _tokenizer(trained)
+    assert isinstance(model, Encoder)
+    ids = _encode_masked(tokenizer, text)
+    if len(ids) > model.cfg.max_len:
+        raise DataError(f"the prompt has {len(ids)} tokens, the model reads at most {model.cfg.max_len}")
+    tokens = torch.tensor(ids)
+    at = (tokens == tokenizer.mask).nonzero()[:, 0]
+    inputs = Sequences(tokens, torch.arange(len(ids)), dense_layout(1, len(ids)))
+    batch = Batch(at, Counts(0, 0, 0, 0), (), inputs, at)
+    logits = model.logits(batch.to(trained.device)).float().cpu() + _forbidden(tokenizer, model.cfg.vocab)
+    values, found = logits.softmax(-1).topk(min(top, int(logits[0].isfinite().sum())))
+    return [
+        [(tokenizer.decode([token]), value) for token, value in zip(row, row_values, strict=True)]
+        for row, row_values in zip(found.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _encode_masked(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the ids of a document with masks in it. A space in front of one belongs to the word that is hidden, where
+    tokens of words begin with it."""
+    first, *others = MASK.split(text)
+    if not others:
+        raise DataError(f"the prompt {text!r} has nothing to fill: write [MASK] where a word is missing")
+    *pieces, last = [first, *others]
+    ids = [tokenizer.bos]
+    for piece in pieces:
+        ids += [*tokenizer.encode(piece.rstrip() if tokenizer.spaces_lead else piece), tokenizer.mask]
+    return [*ids, *tokenizer.encode(last), tokenizer.eos]
 
 
 def translate(trained: Trained, sentences: Sequence[str], beam: int = 4, max_tokens: int = 8192) -> list[str]:
@@ -95,7 +140,7 @@ def beam_search(trained: Trained, sources: list[list[int]], beam: int) -> list[l
     padded = pad(np.concatenate(sources), lengths, int(lengths.max()), tokenizer.pad)
     cache = model.start(move(padded, device), copies=beam)
     limit = min(model.cfg.max_len, 2 * int(lengths.max()) + 10)
-    forbidden = _forbidden(tokenizer, model.cfg.vocab).to(device)
+    forbidden = _forbidden(tokenizer, model.cfg.vocab, frozenset({tokenizer.eos})).to(device)
 
     score = torch.full((num, beam), -torch.inf, device=device)
     score[:, 0] = 0.0  # all beams begin alike: only one may be followed at first
@@ -147,11 +192,11 @@ def classify(trained: Trained, images: Sequence[Path], top: int) -> list[list[tu
     ]
 
 
-def _forbidden(tokenizer: Tokenizer, vocab: int) -> Tensor:
-    """Returns [vocab]: minus infinity for special tokens but the end and for ids beyond the tokenizer, else 0."""
+def _forbidden(tokenizer: Tokenizer, vocab: int, ends: frozenset[int] = frozenset()) -> Tensor:
+    """Returns [vocab]: minus infinity for special tokens but those ends and for ids beyond the tokenizer, else 0."""
     penalty = torch.zeros(vocab)
     penalty[tokenizer.size :] = -torch.inf
-    penalty[[special for special in tokenizer.special_ids if special != tokenizer.eos]] = -torch.inf
+    penalty[sorted(tokenizer.special_ids - ends)] = -torch.inf
     return penalty
 
 
@@ -163,24 +208,29 @@ def _tokenizer(trained: Trained) -> Tokenizer:
 
 def produce(
     trained: Trained, prompt: str, source: Path | None, max_new: int, temperature: float, top_k: int, beam: int,
-    seed: int,
+    seed: int, top_p: float = 1.0,
 ) -> Iterator[str]:  # fmt: skip
     """Yields what `stretto generate` prints, for whatever kind of model the run has."""
     kind = trained.config.data.task
-    if kind == "masked":
-        raise DataError("a masked language model does not generate: use a causal or translation run")
     if kind == "images":
         images, size = _list_images(source), trained.config.data.batch_size
         for i in range(0, len(images), size):
             batch = images[i : i + size]
             for path, labels in zip(batch, classify(trained, batch, top_k or 5), strict=True):
-                yield f"{path.name}: " + ", ".join(f"{label} {share:.1%}" for label, share in labels)
+                yield f"{path.name}: {_rank(labels)}"
         return
     lines = _read_lines(source) if source is not None else [prompt]
     if kind == "translation":
         yield from translate(trained, lines, beam)
+    elif kind == "masked":
+        yield from (_rank(words) for line in lines for words in fill(trained, line, top_k or 5))
     else:
-        yield from (sample(trained, line, max_new, temperature, top_k or 40, seed) for line in lines)
+        yield from (sample(trained, line, max_new, temperature, top_k or 40, seed, top_p) for line in lines)
+
+
+def _rank(found: Sequence[tuple[str, float]]) -> str:
+    """Says what was found; a token that shows nothing is quoted."""
+    return ", ".join(f"{name.strip() or repr(name)} {share:.1%}" for name, share in found)
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -84,6 +84,7 @@ class Way:
     micro_batches: int = 1  # beyond one, gradients are there when a forward pass begins
     chunk: int = 0  # most rows of logits at a time; 0: as many as the kernel of the loss takes by itself
     shards: int = 1  # processes that weights, gradients and moments are split over
+    averages: bool = False  # there is a running mean of the weights
 
     @property
     def copies(self) -> bool:
@@ -281,6 +282,7 @@ class Account:
     during: tuple[int, ...]  # what there is in the backward pass of each block, and at the worst time of the head
     least: int  # what there is at the end of a step, whatever blocks keep
     times: dict[str, int] = field(repr=False)  # what there is at each of the times that may be the peak
+    average: int = 0  # the running mean of the weights
 
     @property
     def peak(self) -> int:
@@ -317,7 +319,8 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
     outside, each = outside_bytes(cfg, load, way), GRADIENT_BYTES[way.weights]
     weights, moments, gradients = size * WEIGHT_BYTES[way.weights], size * MOMENT_BYTES[way.moments], size * each
     stay = way.micro_batches > 1  # what a backward pass makes is added to them at once, but for tables with two uses
-    held = weights + moments + (gradients if stay else 0) + gathered_bytes(cfg, way)
+    average = size * FP32 if way.averages else 0
+    held = weights + moments + average + (gradients if stay else 0) + gathered_bytes(cfg, way)
     everything = held + sum(outside.values()) + sum(sum(found.values()) for found in kept)
     stream, table = load.tokens * cfg.width * way.element, cfg.vocab * cfg.width * each
     now = everything + (parts["head"] * each if cfg.classes or not cfg.tied else table)
@@ -327,12 +330,13 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
         own = sum(count_block_parameters(cfg, cross)) * each
         during.append(now + own + tokens * work_bytes(cfg, keep, way.element, cross, load.attention))
         now += (0 if stay else own) - sum(found.values())
+    state = weights + gradients + moments + average
     times = {
         "forward pass of the head": everything + head.kept + head.forward,
         "backward pass of the head": everything + head.kept + head.backward,
         "backward pass of a block": max(during),
-        "end of the backward pass": weights + gradients + moments + table * (2 if stay and cfg.tied else 1) + stream,
-        "update": weights + gradients + moments,
+        "end of the backward pass": state + table * (2 if stay and cfg.tied else 1) + stream,
+        "update": state,
     }
     activations = Counter(outside)
     for found in kept:
@@ -347,4 +351,5 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
         during=(*reversed(during), max(list(times.values())[:2])),
         least=max(list(times.values())[3:]),
         times=times,
+        average=average,
     )

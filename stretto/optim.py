@@ -35,7 +35,8 @@ def learning_rate(cfg: OptimConfig, step: int, total: int) -> float:
         return cfg.lr
     if cfg.schedule == "inverse_sqrt":
         return cfg.lr * math.sqrt(max(cfg.warmup, 1) / (step + 1))
-    done = min((step - cfg.warmup) / max(total - cfg.warmup, 1), 1.0)
+    begin = max(cfg.warmup, total - round(cfg.decay * total)) if cfg.schedule == "wsd" else cfg.warmup
+    done = min(max((step - begin) / max(total - begin, 1), 0.0), 1.0)
     left = 0.5 * (1 + math.cos(math.pi * done)) if cfg.schedule == "cosine" else 1 - done
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * left)
 
@@ -84,6 +85,11 @@ def clip_gradients(
 def weight_writer(optimizer: torch.optim.Optimizer) -> Write:
     """What puts a whole fp32 value into a parameter: into both halves where the optimizer holds the lower one."""
     return optimizer.put_weight if isinstance(optimizer, FlatAdamW) else put
+
+
+def weight_reader(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    """What gives the exact fp32 value of a parameter: of both halves where the optimizer holds the lower one."""
+    return optimizer.weight if isinstance(optimizer, FlatAdamW) else lambda parameter: parameter.detach().float()
 
 
 def count_state(optimizer: torch.optim.Optimizer) -> dict[str, int]:

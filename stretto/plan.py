@@ -64,7 +64,8 @@ def find_way(config: Config) -> Way:
     kernels = config.techniques.find_kernels(gpu)
     weights = "fp32" if kernels is None else kernels.find_weights(gpu, precision)
     moments = "fp32" if kernels is None else kernels.moments
-    return Way(4 if precision == "fp32" else 2, weights, moments, config.train.micro_batches)
+    averages = config.train.ema > 0
+    return Way(4 if precision == "fp32" else 2, weights, moments, config.train.micro_batches, averages=averages)
 
 
 def find_attention(config: Config, length: int) -> Attention:
@@ -144,6 +145,7 @@ def read_bytes(text: str) -> int:
 def list_parts(account: Account) -> dict[str, int]:
     """The bytes of an account by role."""
     state = {"weights": account.weights, "gradients": account.gradients, "moments": account.moments}
+    state |= {"average of weights": account.average} if account.average else {}
     kept = {f"kept: {role}": size for role, size in account.activations.items()}
     return state | kept | {"kept: head": account.head.kept, "head, forward pass": account.head.forward}
 

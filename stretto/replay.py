@@ -19,7 +19,6 @@ from stretto import checkpoint, runtime
 from stretto.build import build
 from stretto.checkpoint.verify import name_step
 from stretto.config import Config
-from stretto.data import Data, open_data
 from stretto.errors import CheckpointError, ConfigError, DifferenceError
 from stretto.given import Given
 from stretto.mesh import build_mesh
@@ -27,7 +26,7 @@ from stretto.report import read_events
 from stretto.run import Run, load_latest, look_at_guard, start_from_folder
 from stretto.runtime import Runtime
 from stretto.train import complete, count_together, read_batches, take_step
-from stretto.trained import load_run_config
+from stretto.trained import load_run_config, open_run_data
 
 
 def replay(folder: Path, step: int) -> list[str]:
@@ -46,7 +45,7 @@ def _replay(config: Config, folder: Path, step: int, rt: Runtime, scratch: Path)
     if logged is None and saved is None:
         raise CheckpointError(f"{folder} knows nothing of step {step}: it was neither logged nor saved")
     mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
-    data = _open_data(config, folder, scratch)
+    data = open_run_data(config, folder, scratch)
     config = complete(config, data, mesh)
     run = Run(config, data, build(config, rt, mesh), rt, mesh)
     load_latest(run, before=step)
@@ -63,14 +62,6 @@ def _replay(config: Config, folder: Path, step: int, rt: Runtime, scratch: Path)
     if any(not line.endswith(": equal") for line in lines):
         raise DifferenceError("; ".join([f"{origin}: not the same again", *lines]))
     return [f"{origin}: the same again, bit for bit", *lines] if rt.is_main else []
-
-
-def _open_data(config: Config, folder: Path, scratch: Path) -> Data:
-    """What the run has made of its data is read; should it be gone, it is made again elsewhere."""
-    cfg = replace(config.data, cache=config.data.cache or str(folder / "data"))
-    if config.model.init and cfg.tokenizer == config.model.init:
-        cfg = replace(cfg, tokenizer=str(folder / "data"))
-    return open_data(cfg, seed=config.run.seed, folder=scratch, image_size=config.model.image_size, fill_cache=False)
 
 
 def _run_until(run: Run, last: int) -> dict[str, float | None]:
@@ -119,7 +110,8 @@ def _compare_numbers(before: float | None, now: float | None) -> str:
 
 def _compare_tensors(run: Run, saved: checkpoint.Stored) -> list[str]:
     """Weights and moments against those of a checkpoint; each process compares what it would save."""
-    shot = checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, {}, saves=run.saves)
+    model, optimizer = run.parts.model, run.parts.update.optimizer
+    shot = checkpoint.snapshot(model, optimizer, {}, saves=run.saves, means=run.means)
     lines = []
     for kind, mine, stored in (("weights", shot.weights, saved.weights), ("moments", shot.moments, saved.moments)):
         before = {name: stored[name].read_part(shot.rows.get(name), value) for name, value in mine.items()}

@@ -17,6 +17,7 @@ from stretto.convert.folder import load_weights
 from stretto.data import Data
 from stretto.errors import CheckpointError
 from stretto.given import Callbacks
+from stretto.length import is_over
 from stretto.mesh import Mesh
 from stretto.optim import weight_writer
 from stretto.replicas import compare
@@ -38,16 +39,26 @@ class Run:
     best: float = math.inf  # lowest evaluation loss so far
     best_step: int = 0
     evaluated: int = 0  # the step of the last evaluation
+    waited: int = 0  # evaluations since the best one
     callbacks: Callbacks = field(default_factory=Callbacks)
     saver: Saver = field(init=False)
 
     def __post_init__(self) -> None:
-        size = checkpoint.count_bytes(self.parts.model, self.parts.update.optimizer, self.saves)
+        size = checkpoint.count_bytes(self.parts.model, self.parts.update.optimizer, self.saves, self.means)
         self.saver = Saver(self.checkpoints, self.config.checkpoint.keep, self.rt, size)
+
+    @property
+    def means(self) -> checkpoint.Means:
+        """Of the weights, if the run keeps them."""
+        return self.parts.update.average.means if self.parts.update.average else {}
 
     def saves(self, name: str) -> bool:
         """Whether this process saves a tensor that it has as a whole."""
         return self.parts.techniques.saves(name, self.rt.is_main)
+
+    @property
+    def stopped_early(self) -> bool:
+        return is_over(self.config.train, self.step, self.waited)
 
     @property
     def checkpoints(self) -> Path:
@@ -67,13 +78,15 @@ def save(run: Run) -> None:
         "best": run.best if run.best < math.inf else None,
         "best_step": run.best_step,
         "evaluated": run.evaluated,
+        "waited": run.waited,
         "scaler": run.parts.update.scaler.state_dict(),
         "guard": run.parts.update.guard.state_dict(),
         "techniques": run.parts.techniques.state_dict(),
         "identity": _identity(run),
     }
     others = run.parts.techniques.dump()
-    run.saver.start(checkpoint.snapshot(run.parts.model, run.parts.update.optimizer, state, others, run.saves))
+    model, optimizer = run.parts.model, run.parts.update.optimizer
+    run.saver.start(checkpoint.snapshot(model, optimizer, state, others, run.saves, run.means))
     run.callbacks.after_save(run.step, run.checkpoints / name_step(run.step))
 
 
@@ -96,7 +109,7 @@ def load_latest(run: Run, before: int | None = None) -> None:
         raise CheckpointError(f"{run.config.run.dir} was made by another configuration: " + "; ".join(differences))
     model, update, shot = run.parts.model, run.parts.update, run.parts.techniques.take_part(shot)
     checkpoint.restore_weights(model, shot, weight_writer(update.optimizer))
-    checkpoint.restore_moments(model, update.optimizer, shot)
+    checkpoint.restore_moments(model, update.optimizer, shot, run.means)
     if shot.state["scaler"]:  # empty unless it was fp16 then too
         update.scaler.load_state_dict(shot.state["scaler"])
     update.guard.load_state_dict(shot.state["guard"])
@@ -105,6 +118,7 @@ def load_latest(run: Run, before: int | None = None) -> None:
     run.rt.advance(step)
     run.best = math.inf if shot.state["best"] is None else shot.state["best"]
     run.best_step, run.evaluated = shot.state["best_step"], shot.state.get("evaluated", step)
+    run.waited = shot.state.get("waited", 0)
 
 
 def start_from_folder(run: Run) -> list[str]:
@@ -122,7 +136,7 @@ def _identity(run: Run) -> dict[str, Any]:
         "optim": asdict(config.optim),
         "data": {key: value for key, value in asdict(config.data).items() if key not in places},
         "run": {"seed": config.run.seed},
-        "train": {"micro_batches": config.train.micro_batches},
+        "train": {"micro_batches": config.train.micro_batches, "ema": config.train.ema},
         "techniques": identify(config),
         "content": {"data.train": run.data.fingerprint, "num_train": run.data.num_train},
     }

@@ -36,16 +36,12 @@ from stretto.errors import (
     tell,
 )
 from stretto.files import open_in_place
+from stretto.hardware import find_by_driver
 from stretto.heartbeat import call_roll, note_failure, wait_for_others, work_together
 from stretto.signals import Stoppable, watching
 from stretto.version import __version__
 
 X = TypeVar("X")
-
-# Dense bf16/fp16 matrix rate without sparsity, by a part of the name that the driver reports; the first match counts.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
-              "L40": 181e12, "NVIDIA L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 112e12,
-              "Tesla T4": 65e12}  # fmt: skip
 
 ANOTHER = "another process was lost"  # where nobody knows which
 LOST = re.compile("Connection closed by peer|Connection reset by peer|[Tt]imed out|Read error|Broken pipe")
@@ -74,6 +70,7 @@ class Runtime(Stoppable):
     pulse: dist.ProcessGroup | None = None  # of the heartbeats
     said: BaseException | None = None  # the error that was announced
     advise: Callable[[], str] = field(default=lambda: "")  # what to do when memory is full
+    reason: str = ""  # why a run has ended, where that is neither its last step nor a failure
 
     @property
     def name(self) -> str:
@@ -172,10 +169,10 @@ def describe_loss(who: str, timeout_s: float) -> str:
     return f"{who}, or did not answer within run.timeout_s = {timeout_s:g}: "
 
 
-def describe_end(error: BaseException | None, rank: int, step: int) -> dict[str, Any]:
-    """How a process ended, for exit.json, the log and other processes."""
+def describe_end(error: BaseException | None, rank: int, step: int, reason: str = "") -> dict[str, Any]:
+    """How a process ended, for exit.json, the log and other processes. `reason`: why, if it is not an error."""
     code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 0 if error is None else 1)
-    kind, message = ("", "") if error is None else (type(error).__name__, str(error))
+    kind, message = ("", reason) if error is None else (type(error).__name__, str(error))
     return {"code": code, "cause": kind, "message": message, "rank": rank, "step": step}
 
 
@@ -332,8 +329,8 @@ def peak_flops(device: torch.device) -> float:
     """Returns the device's matrix rate in FLOP/s, for MFU; 0 where it is not known."""
     if device.type != "cuda":
         return 0.0
-    name = torch.cuda.get_device_name(device)
-    return next((rate for part, rate in PEAK_FLOPS.items() if part in name), 0.0)
+    gpu = find_by_driver(torch.cuda.get_device_name(device))
+    return gpu.flops if gpu else 0.0
 
 
 def memory_gib(device: torch.device) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stretto.average import Average
 from stretto.batch import Batch
 from stretto.gradients import Gradients
 from stretto.guard import Guard
@@ -30,15 +31,18 @@ class Update:
     device: torch.device
     clip: float  # global norm of gradients; 0: no limit
     seed: int
+    average: Average | None  # of the weights, after each update
     random_keys: tuple[int, ...] = ()  # what torch's generators depend on besides the seed and the micro-batch
     factor: Tensor = field(init=False)  # of the loss, on the device: a graph reads it there
 
     def __post_init__(self) -> None:
         self.factor = torch.ones((), device=self.device)
 
-    def begin(self, num_labels: int) -> None:
+    def begin(self, step: int, num_labels: int) -> None:
         """`num_labels` counts the predicted positions of the update in all processes, so each token weighs the same
         however the batch is divided."""
+        if self.average is not None:
+            self.average.begin(step)
         self.factor.fill_(self.gradients.copies / max(num_labels, 1))
 
     def seed_for(self, index: int) -> None:
@@ -69,5 +73,7 @@ class Update:
         else:
             optimizer.found_inf = cancel  # type: ignore[attr-defined]  # as GradScaler sets it
             optimizer.step()
+        if self.average is not None:
+            self.average.update()
         self.gradients.zero(optimizer)
         return norm

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from stretto import checkpoint, ending, runtime
+from stretto.average import use_means
 from stretto.batch import Batch
 from stretto.build import build, describe_context, find_portion, run_step
 from stretto.capacity import require_room
@@ -23,10 +24,12 @@ from stretto.files import make_folder, refuse_links, remove_stale_drafts
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.generate import find_prompt
 from stretto.given import Callbacks, Given
+from stretto.length import count_steps, describe_epochs, explain_early_end
 from stretto.mesh import Mesh, build_mesh
 from stretto.notes import explain_start, find_warnings
 from stretto.optim import learning_rate, set_learning_rate
 from stretto.report import Meter, Report
+from stretto.report.loggers import require_loggers
 from stretto.report.page import write_report
 from stretto.run import Run, compare_replicas, load_latest, look_at_guard, save, start_from_folder
 from stretto.runtime import Runtime
@@ -51,6 +54,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
     would hold the group until then, and destroy it while it holds the GIL, for which threads of gloo may be waiting."""
     folder = Path(config.run.dir)
     require_room(config, rt.world, runtime.total_memory(rt.device))
+    require_loggers(config.report.loggers)
     with ExitStack() as cleanup:
         callbacks = cleanup.enter_context(Callbacks(given.callbacks, rt))
         mesh = build_mesh(config.parallel, rt.device, rt.rank, rt.world)
@@ -71,15 +75,16 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         if resume:
             load_latest(run)
         origin = start_from_folder(run) if config.model.init and run.step == 0 else []
-        report = cleanup.enter_context(Report(folder, config.train.steps, run.step, active=rt.is_main))
+        report = cleanup.enter_context(Report(folder, config.train.steps, run.step, rt.is_main, config))
         if rt.is_main:
             save_run(folder, config, data.labels)
         if killed:
             report.event(taken_over=killed)
-        notes = [*origin, *explain_start(config, mesh, parts.techniques, run.step, resume)]
+        notes = [*describe_epochs(config.train, data), *origin]
+        notes += explain_start(config, mesh, parts.techniques, run.step, resume)
         notes += parts.executor.take_notes()
         report.start(runtime.describe_environment(rt), data.describe(), parts.describe(), *notes)
-        for warning in find_warnings(config, data, rt.device) if rt.is_main else ():
+        for warning in find_warnings(config, data, rt.device, rt.world) if rt.is_main else ():
             tell(f"warning: {warning}")
         run_loop(run, report)
         if rt.is_main and not rt.stop:  # who was asked to stop when all was done does not wait for a page
@@ -99,7 +104,8 @@ def run_loop(run: Run, report: Report) -> None:
     parts.executor.resume(first, batches_of)
     if run.evaluated < first < total and _due(cfg.eval_every, run):  # a stop came in between
         evaluate_now(run, report)
-    for step, batches in prefetch(batches_of, first, total, LOADING * rt.timeout_s, gives_up):
+    last = first if run.stopped_early else total
+    for step, batches in prefetch(batches_of, first, last, LOADING * rt.timeout_s, gives_up):
         labels, *amounts, stop = counts = count_together(run, batches or [])
         if stop or batches is None:
             if run.step > saved:
@@ -134,22 +140,30 @@ def run_loop(run: Run, report: Report) -> None:
             if compares:
                 compare_replicas(run)
             better = _due(cfg.eval_every, run) and evaluate_now(run, report)
-            if better or saves:
+            if better or saves or run.stopped_early:
                 save(run)
                 saved = run.step
+        if run.stopped_early:
+            break
     run.saver.settle()
-    if first < total:
-        report.memory_line(run.config, parts.update.optimizer, rt)
-        seconds = {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
-        report.event(finished={"steps": total} | seconds)
+    if run.stopped_early:
+        rt.reason = explain_early_end(cfg, run.step, run.waited, run.best_step)
+    if first < run.step:
+        report.memory_line(run.config, parts.update, rt)
+    report.finish(run.step, rt.reason, meter)
 
 
 def read_batches(run: Run, step: int) -> list[tuple[int, Batch]]:
     """The micro-batches that this process takes of an update, with their numbers."""
+    return [(i, batch.to(run.rt.device)) for i, batch in prepare_batches(run, step)]
+
+
+def prepare_batches(run: Run, step: int) -> list[tuple[int, Batch]]:
+    """The same on the host."""
     portion = find_portion(run.config, run.mesh)
     mine = portion.find_micro_batches(step)
     batches = [(i, run.data.train_batch(i, portion.part, portion.parts)) for i in mine]
-    return [(i, run.parts.prepare(batch, At(step, i)).to(run.rt.device)) for i, batch in batches]
+    return [(i, run.parts.prepare(batch, At(step, i))) for i, batch in batches]
 
 
 def count_together(run: Run, batches: list[tuple[int, Batch]]) -> list[int]:
@@ -183,17 +197,19 @@ def evaluate_now(run: Run, report: Report) -> bool:
     parts, num_batches, precision = run.parts, run.config.train.eval_batches, run.parts.update.precision
     # The last one belongs to the result; and where a stop comes some updates later, nobody would make up for it.
     can_stop = run.step < run.config.train.steps and not parts.executor.agrees_late
-    scores = evaluate(parts.model, precision, run.data, num_batches, run.rt, run.mesh, parts.techniques, can_stop)
+    with use_means(parts.update.average, parts.model):
+        scores = evaluate(parts.model, precision, run.data, num_batches, run.rt, run.mesh, parts.techniques, can_stop)
     if not scores:
         return False
     run.evaluated = run.step
     report.eval_line(run.step, scores)
     run.callbacks.after_evaluation(run.step, scores)
     loss = scores["eval_loss"]
-    if not (math.isfinite(loss) and loss < run.best):
-        return False
-    run.best, run.best_step = loss, run.step
-    return True
+    better = math.isfinite(loss) and loss < run.best
+    run.waited = 0 if better else run.waited + 1
+    if better:
+        run.best, run.best_step = loss, run.step
+    return better
 
 
 def complete(config: Config, data: Data, mesh: Mesh) -> Config:
@@ -223,7 +239,8 @@ def complete(config: Config, data: Data, mesh: Mesh) -> Config:
             f"data.batch_size = {config.data.batch_size} cannot be shared by {parts} {mesh.describe_teams()}: raise it "
             f"to {parts} or more, make train.micro_batches a multiple of {mesh.data_world}, or use fewer processes"
         )
-    return replace(config, model=model, train=replace(config.train, sample=sample))
+    steps = count_steps(config.train, data)
+    return replace(config, model=model, train=replace(config.train, sample=sample, steps=steps))
 
 
 def _due(every: int, run: Run) -> bool:

@@ -14,7 +14,8 @@ from stretto import checkpoint
 from stretto.capacity import require_room_for_weights
 from stretto.checkpoint.verify import name_step
 from stretto.config import Config, dump_config, load_config
-from stretto.data import Tokenizer, load_tokenizer
+from stretto.data import Data, Tokenizer, load_tokenizer, open_data
+from stretto.data.chat import Chat, open_chat
 from stretto.errors import CheckpointError, ConfigError
 from stretto.files import read_text, refuse_links, require_empty, write_text
 from stretto.model import Model, build_model, sites
@@ -28,11 +29,17 @@ _MOST_BYTES = 1 << 27  # of labels.json
 @dataclass(frozen=True)
 class Trained:
     config: Config
-    model: Model  # in evaluation mode, with the best weights there are, unless a step was asked for
+    model: Model  # in evaluation mode, with the best weights there are, or their means, unless a step was asked for
     step: int  # where these weights are from
     tokenizer: Tokenizer | None
     labels: tuple[str, ...]
     device: torch.device
+    chat: Chat | None = None  # how prompts are written, for a model that was trained to answer
+
+    @property
+    def weights(self) -> str:
+        """Says which weights these are, if not those of the step itself."""
+        return f"their running mean (train.ema = {self.config.train.ema:g})" if self.config.train.ema else ""
 
 
 def save_run(folder: Path, config: Config, labels: tuple[str, ...]) -> None:
@@ -46,6 +53,15 @@ def load_run_config(folder: Path) -> Config:
     if not (folder / "config.toml").exists():
         raise CheckpointError(f"{folder} is not a run folder: it has no config.toml")
     return load_config(folder / "config.toml")
+
+
+def open_run_data(config: Config, folder: Path, scratch: Path) -> Data:
+    """Opens the data of a run as it was. What the run has made of them is read; should it be gone, it is made again in
+    the folder `scratch`."""
+    cfg = replace(config.data, cache=config.data.cache or str(folder / "data"))
+    if config.model.init and cfg.tokenizer == config.model.init:
+        cfg = replace(cfg, tokenizer=str(folder / "data"))
+    return open_data(cfg, seed=config.run.seed, folder=scratch, image_size=config.model.image_size, fill_cache=False)
 
 
 def load_trained(folder: Path, device: torch.device, step: int | None = None, own: nn.Module | None = None) -> Trained:
@@ -67,18 +83,26 @@ def load_trained(folder: Path, device: torch.device, step: int | None = None, ow
         step = _find_step(checkpoints, wanted)
     without = config.data.task == "images" or (config.data.own and not (folder / "data" / "tokenizer.json").exists())
     tokenizer = None if without else load_tokenizer(folder / "data")
-    return Trained(config, model, step, tokenizer, _load_labels(folder / "labels.json"), device)
+    chat = open_chat(folder / "data") if config.data.task == "instruct" else None
+    return Trained(config, model, step, tokenizer, _load_labels(folder / "labels.json"), device, chat)
 
 
 def _restore(model: Model, checkpoints: Path, step: int) -> bool:
     """Whether the weights are those of that step: a run that goes on may have deleted its checkpoint meanwhile."""
     try:
-        checkpoint.restore_weights(model, checkpoint.open_stored(checkpoints, step))
+        checkpoint.restore_weights(model, _use_means(checkpoint.open_stored(checkpoints, step)))
     except CheckpointError:
         if (checkpoints / name_step(step)).exists():
             raise
         return False
     return True
+
+
+def _use_means(stored: checkpoint.Stored) -> checkpoint.Stored:
+    """With the weights that were evaluated: their means, where a run has kept them."""
+    prefix = f"{checkpoint.MEAN}/"
+    means = {name.removeprefix(prefix): mean for name, mean in stored.moments.items() if name.startswith(prefix)}
+    return replace(stored, weights={**stored.weights, **means})
 
 
 def _load_labels(path: Path) -> tuple[str, ...]:

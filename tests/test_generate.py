@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import stretto
 from stretto.batch import Batch, Counts, Sequences, dense_layout
-from stretto.config import Config, ModelConfig
+from stretto.cli import app
+from stretto.config import Config, ModelConfig, build_config
 from stretto.data import Tokenizer
 from stretto.errors import DataError
-from stretto.generate import beam_search, sample, translate
+from stretto.generate import _choose, beam_search, fill, sample, translate
 from stretto.model import EncoderDecoder, Model, build_model
+from stretto.train import train
 from stretto.trained import Trained
 from tests.models import materialise
 
@@ -117,6 +123,61 @@ def test_sampling_follows_its_seed_and_the_distribution() -> None:
     for i, letter in enumerate("abcd"):
         share = sum(text == f"a{letter}" for text in texts) / len(texts)
         assert share == pytest.approx(float(expected[i]), abs=0.07)
+
+
+def test_top_p_draws_from_the_fewest_tokens_that_have_the_share() -> None:
+    shares = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15])
+    for top_p, expected in ((0.75, {1: 0.4 / 0.85, 3: 0.3 / 0.85, 4: 0.15 / 0.85}), (0.3, {1: 1.0}), (0.0, {1: 1.0})):
+        draws = torch.Generator().manual_seed(0)
+        found = Counter(int(_choose(shares.log(), 1.0, 5, top_p, draws)) for _ in range(1000))
+        assert found.keys() == expected.keys()
+        assert all(found[i] / 1000 == pytest.approx(share, abs=0.05) for i, share in expected.items())
+    run = trained("decoder", max_len=16, seed=3)
+    assert sample(run, "a", top_p=0.0, seed=4) == sample(run, "a", temperature=0)
+
+
+def test_masks_are_filled_by_the_likeliest_tokens() -> None:
+    run = trained("encoder", max_len=8, seed=5)
+    ids, at = [5, 0, 7, 1, 7, 6], torch.tensor([2, 4])
+    logits = run.model.logits(Batch(at, Counts(0, 0, 0, 0), (), sequence(ids), label_at=at)).detach()[:, :4]
+    for text in ("a[MASK]b<mask>", "a [MASK]b<mask>"):
+        found = fill(run, text, top=9)
+        assert len(found) == 2
+        for row, expected in zip(found, logits.softmax(-1), strict=True):
+            assert [word for word, _ in row] == ["abcd"[i] for i in expected.argsort(descending=True)]
+            assert [share for _, share in row] == pytest.approx(
+                expected.sort(descending=True).values.tolist(), abs=1e-6
+            )
+    for text, words in (("ab", "nothing to fill"), ("abcdabc[MASK]", "at most 8")):
+        with pytest.raises(DataError, match=words):
+            fill(run, text)
+
+
+def test_a_masked_language_model_finds_the_word_that_is_missing(tmp_path: Path) -> None:
+    """By the command, with a tokenizer whose words begin with their space."""
+    text = ["Paris is the capital of France, and Rome that of Italy."] * 40
+    (tmp_path / "text").mkdir()
+    for i, line in enumerate(text):
+        (tmp_path / "text" / f"{i}.txt").write_text(line)
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
+        "data": {
+            "task": "masked", "train": str(tmp_path / "text"), "tokenizer": "bpe", "vocab": 300, "seq_len": 15,
+            "batch_size": 16, "held_out": 0.1,
+        },
+        "model": {"kind": "encoder", "layers": 2, "width": 32, "heads": 2, "max_len": 32},
+        "optim": {"lr": 1e-2, "warmup": 10},
+        "train": {"steps": 60, "log_every": 20, "eval_batches": 1},
+    }  # fmt: skip
+    folder = train(build_config(tree))
+    for word in ("capital", "Italy", "Paris"):
+        prompt = text[0].replace(word, "[MASK]")
+        outcome = CliRunner().invoke(app, ["generate", str(folder), "--prompt", prompt, "--top-k", "3"])
+        assert outcome.exit_code == 0, outcome.output
+        ranked = re.findall(r"(\S+) ([\d.]+)%", outcome.output)
+        assert len(ranked) == 3 and ranked[0][0] == word and float(ranked[0][1]) > 20
+    masked = text[0].replace("capital", "<mask>")
+    assert stretto.load(folder, device="cpu").fill(masked, top=1)[0][0][0] == " capital"
 
 
 def test_a_prompt_that_is_too_long_says_so() -> None:

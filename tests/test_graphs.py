@@ -121,6 +121,8 @@ KEPT: dict[str, dict[str, Any]] = {
     "inputs": {"techniques__lean": {"norms": "input", "mlp": "input", "qkv": "input"}},
     "blocks": {"techniques__lean": {"blocks": 1}},
     "8 bits": {"techniques__fp8": {"sites": "all"}},
+    "the mean of the weights": {"train__ema": 0.9, "train__eval_every": 20},
+    "the mean over two batches": {"train__ema": 0.9, "train__micro_batches": 2},
     "8 bits in blocks, lean": {"techniques__fp8": {"sites": "all", "recipe": "block128"}, "techniques__lean": {}},
 }
 

@@ -33,10 +33,8 @@ from stretto.techniques.layer_drop import (
     LEVELS,
     LayerDrop,
     choose_systematically,
-    keep_probabilities,
     level_at,
     select,
-    theta_at,
 )
 from stretto.techniques.technique import At
 from stretto.train import train
@@ -50,15 +48,15 @@ from tests.runs import MakeConfig
 @pytest.mark.parametrize("theta", [0.1, 0.5, 0.9, 1.0])
 def test_theta_decays_as_the_paper_says(theta: float) -> None:
     cfg = LayerDropConfig(theta=theta, gamma=0.03)
-    values = [theta_at(cfg, step, TOTAL) for step in range(200)]
+    values = [cfg.theta_at(step, TOTAL) for step in range(200)]
     assert values == [(1 - theta) * math.exp(-0.03 * step) + theta for step in range(200)] and values[0] == 1.0
     assert values == sorted(values, reverse=True)
-    assert theta_at(replace(cfg, gamma=0.0), 10, TOTAL) == (1 - theta) * math.exp(-1) + theta  # 100 / T
+    assert replace(cfg, gamma=0.0).theta_at(10, TOTAL) == (1 - theta) * math.exp(-1) + theta  # 100 / T
 
 
 def test_the_reverse_schedule_ends_with_all_blocks() -> None:
     cfg = LayerDropConfig(theta=0.4, schedule="raptr")
-    values = [theta_at(cfg, step, TOTAL) for step in range(TOTAL + 1)]
+    values = [cfg.theta_at(step, TOTAL) for step in range(TOTAL + 1)]
     assert values[0] == 0.4 and values[TOTAL // 2] == pytest.approx(0.7) and values[-1] == 1.0
     assert values == sorted(values) and level_at(cfg, TOTAL - 1, TOTAL) == 1.0
 
@@ -66,7 +64,7 @@ def test_the_reverse_schedule_ends_with_all_blocks() -> None:
 @pytest.mark.parametrize("schedule", ["decay", "raptr"])
 def test_it_changes_in_few_steps_that_stay_close(schedule: Any) -> None:
     cfg = LayerDropConfig(schedule=schedule)
-    exact, levels = ([f(cfg, step, TOTAL) for step in range(TOTAL)] for f in (theta_at, level_at))
+    exact, levels = ([f(cfg, step, TOTAL) for step in range(TOTAL)] for f in (LayerDropConfig.theta_at, level_at))
     assert set(levels) == {1 - i / 16 for i in range(LEVELS + 1)}
     assert max(abs(a - b) for a, b in zip(exact, levels, strict=True)) <= 0.5 / LEVELS / 2 + 1e-12
 
@@ -75,9 +73,7 @@ def test_it_changes_in_few_steps_that_stay_close(schedule: Any) -> None:
     ("num_blocks", "text", "algorithm"), [(12, 8.75, 9.25), (24, 17.75, 18.25), (48, 35.75, 36.25)]
 )
 def test_expected_depth(num_blocks: int, text: float, algorithm: float) -> None:
-    found = {
-        index: keep_probabilities(LayerDropConfig(index=index), 0.5, num_blocks) for index in ("text", "algorithm")
-    }
+    found = {index: LayerDropConfig(index=index).keep_probabilities(0.5, num_blocks) for index in ("text", "algorithm")}
     assert found["text"] == pytest.approx([1 - (i + 1) / (2 * num_blocks) for i in range(num_blocks)], abs=1e-15)
     assert found["algorithm"][0] == 1.0 and found["algorithm"][1:] == found["text"][:-1]
     assert sum(found["text"]) == pytest.approx(text) and sum(found["algorithm"]) == pytest.approx(algorithm)
@@ -107,7 +103,7 @@ def assert_unbiased(gates: Sequence[float], scales: Sequence[float]) -> None:
 @pytest.mark.parametrize("num_blocks", [12, 24, 48])
 def test_a_gate_times_its_scale_is_1_on_average(num_blocks: int, index: Any) -> None:
     cfg = LayerDropConfig(index=index)
-    probabilities = keep_probabilities(cfg, 0.5, num_blocks)
+    probabilities = cfg.keep_probabilities(0.5, num_blocks)
     gates = expectations(probabilities)
     drop = make_drop(cfg, replace(KINDS["decoder"], layers=num_blocks))
     scales = drop.prepare(make_batches(KINDS["decoder"])[0], At(TOTAL, 0)).depths["decoder"].scales.tolist()
@@ -120,7 +116,7 @@ def test_a_gate_times_its_scale_is_1_on_average(num_blocks: int, index: Any) -> 
 
 def test_systematic_sampling_leaves_out_as_many_blocks_every_time() -> None:
     for num_blocks in (12, 24, 48):
-        probabilities = keep_probabilities(LayerDropConfig(), 0.5, num_blocks)
+        probabilities = LayerDropConfig().keep_probabilities(0.5, num_blocks)
         patterns = {tuple(choose_systematically(probabilities, i / 5000)) for i in range(5000)}
         dropped = sum(1 - p for p in probabilities)
         assert {num_blocks - sum(p) for p in patterns} <= {math.floor(dropped), math.ceil(dropped)}
@@ -130,7 +126,7 @@ def test_systematic_sampling_leaves_out_as_many_blocks_every_time() -> None:
 @pytest.mark.parametrize("sampling", ["systematic", "bernoulli"])
 def test_frequencies_over_steps(sampling: Any) -> None:
     drop, num, size = make_drop(LayerDropConfig(sampling=sampling)), 4000, 12
-    probabilities = keep_probabilities(drop.cfg, 0.5, size)
+    probabilities = drop.cfg.keep_probabilities(0.5, size)
     gates = np.zeros((num, size))
     for step in range(num):
         gates[step, list(drop.draw_blocks("decoder", probabilities, step))] = 1
@@ -358,7 +354,7 @@ def test_what_is_left_out_does_not_run_nor_learn_and_evaluation_uses_all(
     cfg = config.techniques.layer_drop
     assert cfg is not None
     layer_drop = make_drop(cfg, replace(KINDS["decoder"], layers=6), config.run.seed)
-    works = [list(layer_drop.draw_blocks("decoder", keep_probabilities(cfg, 0.2, 6), step)) for step in range(STEPS)]
+    works = [list(layer_drop.draw_blocks("decoder", cfg.keep_probabilities(0.2, 6), step)) for step in range(STEPS)]
     assert 0 < sum(map(len, works)) < STEPS * 6
     if not fused:  # fused blocks have a forward of their own
         assert sum(training for training, _ in seen) == 2 * sum(map(len, works))

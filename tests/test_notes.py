@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from stretto.cli import app
 from stretto.config import build_config
 from stretto.data import open_data
 from stretto.flops import training_flops
+from stretto.length import is_over
 from stretto.mesh import Mesh
 from stretto.notes import explain_start, find_warnings
 from stretto.recipes import load_recipe
@@ -75,7 +79,9 @@ def test_mistakes_are_warned_of(make_config: MakeConfig, tmp_path: Path, monkeyp
     large = make_config(model__preset="gpt2-small", model__max_len=1024, model__layers=12, model__width=768)
     assert warnings_of(large, tmp_path) == [], "six short steps are soon done"
     monkeypatch.setattr(stretto.notes, "measure_cpu", lambda: 1e11)
-    long = make_config(model__preset="gpt2-small", model__layers=12, model__width=768, train__steps=100_000)
+    long = make_config(
+        model__preset="gpt2-small", model__layers=12, model__width=768, train__steps=100_000, checkpoint__every=1000
+    )
     (warning,) = warnings_of(long, tmp_path)
     counts = Counts(64, 64, 64, 4 * 16**2)
     seconds = training_flops(long.model, counts) / (0.7 * 1e11)
@@ -83,6 +89,63 @@ def test_mistakes_are_warned_of(make_config: MakeConfig, tmp_path: Path, monkeyp
     assert said and float(said[1]) == pytest.approx(seconds, rel=0.1), warning
     assert float(said[2]) == pytest.approx(seconds * 100_000 / 3600, rel=0.1)
     assert find_warnings(long, open_data(long.data, seed=0, folder=tmp_path), torch.device("meta")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "harmless", "words"),
+    [
+        (
+            {"optim__schedule": "wsd", "optim__warmup": 5, "optim__decay": 0.5},
+            {"optim__schedule": "wsd", "optim__warmup": 3, "optim__decay": 0.5},
+            ["no stable phase", "optim.warmup = 5", "0.5, which is 3 steps", "train.steps = 6"],
+        ),
+        (
+            {"train__patience": 2, "train__eval_every": 2},
+            {"train__patience": 2, "train__eval_every": 1},
+            ["train.patience = 2 cannot end this run", "3 evaluations", "eval_every = 2", "train.steps = 6"],
+        ),
+        (
+            {"train__steps": 5000},
+            {"train__steps": 5000, "checkpoint__every": 1000},
+            ["nothing is saved before the last of 5,000 steps", "checkpoint.every"],
+        ),
+        ({"train__steps": 6000}, {"train__steps": 6000, "train__eval_every": 10}, ["nothing is saved"]),
+        ({"train__steps": 6000}, {"train__steps": 6000, "checkpoint__keep": 0}, ["nothing is saved"]),
+    ],
+)
+def test_options_that_do_not_go_together_are_warned_of(
+    make_config: MakeConfig, tmp_path: Path, changes: dict[str, Any], harmless: dict[str, Any], words: list[str]
+) -> None:
+    (warning,) = warnings_of(make_config(**changes), tmp_path)
+    assert all(part in warning for part in words), warning
+    assert warnings_of(make_config(**harmless), tmp_path) == []
+
+
+def test_patience_that_is_warned_of_could_not_end_a_run(make_config: MakeConfig) -> None:
+    """By the rule of the run itself: the earliest end is after the first evaluation and `patience` more."""
+    for patience, every, steps in product((1, 2, 3), (1, 2, 5), range(2, 24)):
+        cfg = make_config(train__patience=patience, train__eval_every=every, train__steps=steps).train
+        ends = [step for step in range(every, steps, every) if is_over(cfg, step, step // every - 1)]
+        assert bool(stretto.notes._look_at_patience(cfg)) == (not ends), (patience, every, steps)
+
+
+def test_a_high_rate_for_trained_weights_is_warned_of(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(optim__lr=1e-3)
+    trained = replace(config, model=replace(config.model, init="folder"))
+    (warning,) = warnings_of(trained, tmp_path)
+    assert "optim.lr = 0.001 is high" in warning
+    assert warnings_of(replace(trained, optim=replace(config.optim, lr=1e-4)), tmp_path) == []
+
+
+def test_gpus_that_do_nothing_are_warned_of(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config, gpu = make_config(), torch.device("cuda")
+    data = open_data(config.data, seed=0, folder=tmp_path)
+    (warning,) = find_warnings(config, data, gpu)
+    assert "has 4 GPUs" in warning and "stretto launch -n 4" in warning
+    assert find_warnings(config, data, gpu, world=4) == [] == find_warnings(config, data, CPU)
 
 
 def test_the_speed_of_a_cpu_is_measured() -> None:

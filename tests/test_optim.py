@@ -38,16 +38,32 @@ from tests.runs import MakeConfig
         ("linear", 60, 0.6),
         ("linear", 110, 0.2),
         ("constant", 70, 1.0),
+        ("wsd", 4, 0.5),
+        ("wsd", 10, 1.0),
+        ("wsd", 82, 1.0),
+        ("wsd", 96, 0.6),
+        ("wsd", 110, 0.2),
         ("inverse_sqrt", 9, 1.0),
         ("inverse_sqrt", 39, 0.5),
     ],
 )
 def test_known_values(schedule: str, step: int, expected: float) -> None:
-    cfg = OptimConfig(lr=1.0, min_lr=0.2, warmup=10, schedule=schedule)  # type: ignore[arg-type]
+    cfg = OptimConfig(lr=1.0, min_lr=0.2, warmup=10, schedule=schedule, decay=0.25)  # type: ignore[arg-type]
     assert learning_rate(cfg, step, 110) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt"])
+def test_a_stable_rate_does_not_know_how_long_the_run_is() -> None:
+    """So a run of wsd may be made longer before it decays; with cosine every rate would have been another one."""
+    wsd, cosine = (OptimConfig(warmup=10, schedule=name, decay=0.2) for name in ("wsd", "cosine"))
+    short, long = ([learning_rate(wsd, step, total) for step in range(80)] for total in (100, 1000))
+    assert short == long
+    assert learning_rate(cosine, 50, 100) != learning_rate(cosine, 50, 1000)
+    late = OptimConfig(lr=1.0, warmup=90, schedule="wsd", decay=0.5, min_lr=0.0)
+    rates = [learning_rate(late, step, 100) for step in (89, 90, 95, 100)]
+    assert rates == pytest.approx([1.0, 1.0, 0.5, 0.0]), "warm-up comes first, and what is left is for the decay"
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant", "inverse_sqrt"])
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 def test_no_jump_and_never_above_the_peak(schedule: str, warmup: int) -> None:
     cfg = OptimConfig(lr=0.5, warmup=warmup, schedule=schedule)  # type: ignore[arg-type]

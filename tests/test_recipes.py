@@ -13,6 +13,7 @@ from stretto.cli import app
 from stretto.report import read_events
 from tests.corpora import write_corpus, write_images, write_pairs
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = [
     *("model.layers=2", "model.width=32", "model.heads=2", "model.mlp_width=64", "run.device=cpu"),
     *("train.compile=false", "train.steps=30", "train.log_every=5", "train.eval_every=15"),
@@ -51,6 +52,16 @@ def test_causal(recipe: str, tmp_path: Path, corpus: str) -> None:
 def test_demo_on_the_standard_library(tmp_path: Path) -> None:
     losses = train("demo", tmp_path / "run", "data.seq_len=64", "data.batch_size=8")
     assert 5.3 < losses[0] < 5.8 and losses[-1] < 4.0
+
+
+def test_instruct(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    losses = train("instruct", run, f"data.train={EXAMPLES / 'chat.jsonl'}")
+    assert losses[-1] < losses[0] - 2
+    assert "perplexity: " in stretto("eval", str(run))
+    asked = "What comes after five?"
+    answer = stretto("generate", str(run), "--prompt", asked, "--max-new", "20", "--temperature", "0")
+    assert answer.strip() and asked not in answer
 
 
 def test_masked(tmp_path: Path, corpus: str) -> None:
@@ -115,4 +126,11 @@ def test_language_model_on_real_data(tmp_path: Path, real_data: Path) -> None:
 
 def test_recipes_are_listed() -> None:
     lines = stretto("recipes").splitlines()
-    assert [line.split()[0] for line in lines] == ["causal-lm", "demo", "images", "masked-lm", "translation"]
+    assert [line.split()[0] for line in lines] == [
+        "causal-lm",
+        "demo",
+        "images",
+        "instruct",
+        "masked-lm",
+        "translation",
+    ]

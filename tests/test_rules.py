@@ -30,8 +30,10 @@ FORBIDDEN = {
 FORBIDDEN_ARGUMENTS = {"shell", "trust_remote_code", "weights_only", "use_safetensors"}
 # Who starts processes, by arguments that are written there; and who imports modules that a list of its own names.
 STARTS_PROCESSES = {
-    "stretto/bench/contest.py", "stretto/launch.py", "bench/check_scale.py", "bench/hf_families.py",
-    "bench/pipeline_speed.py", "bench/same_numbers.py", "bench/time_to_loss.py", "bench/trainer_jobs.py",
+    "stretto/bench/contest.py", "stretto/hardware.py", "stretto/launch.py", "bench/big_corpus.py",
+    "bench/check_scale.py", "bench/first_minutes.py", "bench/hf_families.py", "bench/pipeline_speed.py",
+    "bench/same_numbers.py",
+    "bench/time_to_loss.py", "bench/trainer_jobs.py",
 }  # fmt: skip
 IMPORTS_BY_NAME = {"stretto/techniques/__init__.py"}
 CALLS_THE_SYSTEM = {"stretto/signals.py"}  # prctl(2), for which Python has no function

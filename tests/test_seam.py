@@ -36,7 +36,7 @@ from stretto.runtime import Runtime
 from stretto.step import Update
 from stretto.techniques import load_all
 from stretto.techniques.foreign import Foreign, Switch
-from stretto.techniques.technique import At, Context, Estimate, Sites, Technique
+from stretto.techniques.technique import At, Context, Sites, Technique
 from stretto.train import train
 from stretto.trained import load_trained
 from tests.runs import MakeConfig, explain_graphs, losses
@@ -201,9 +201,6 @@ class Probe(Technique):
     @property
     def num_kinds(self) -> int:
         return 3
-
-    def estimate(self) -> Estimate:
-        return Estimate(work=self.cfg.factor)
 
     def apply(self, model: nn.Module, sites: Sites) -> None:
         CALLS.append(("apply", all(p.is_meta for p in model.parameters())))

@@ -1,7 +1,7 @@
 """Checkpoints: save and load.
 
     checkpoints/step-00000020/model.safetensors      weights, under their state-dict names
-                              optimizer.safetensors  moments, as "exp_avg/NAME"
+                              optimizer.safetensors  moments, as "exp_avg/NAME", and means of weights, as "mean/NAME"
                               others.safetensors     what techniques want back, where they do
                               state.json             step, which step evaluated best, and what the trainer wants back
                               manifest.json          size and SHA-256 of the others, and which rows of tensors they have
@@ -35,10 +35,13 @@ from stretto.optim import FlatAdamW
 from stretto.weights import Write, find_first_row, find_local, is_first_copy, put, wrap_rows
 
 __all__ = [
-    "Snapshot", "Stored", "count_bytes", "find_best", "find_damage", "find_newest", "load", "open_stored",
-    "restore_moments", "restore_weights", "save", "snapshot", "steps",
+    "MEAN", "Means", "Snapshot", "Stored", "count_bytes", "find_best", "find_damage", "find_newest", "load",
+    "open_stored", "restore_moments", "restore_weights", "save", "snapshot", "steps",
 ]  # fmt: skip
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # the entries that AdamW keeps for each parameter
+MEAN = "mean"  # of a weight, over the last updates
+Means = Mapping[Tensor, Tensor]  # by the parameter; none where a run keeps none
+NO_MEANS: Means = {}
 Saves = Callable[[str], bool]  # whether this process saves a tensor that several may have whole, by its name
 
 
@@ -58,10 +61,11 @@ def snapshot(
     state: dict[str, Any],
     others: dict[str, Tensor] | None = None,
     saves: Saves = lambda name: True,
+    means: Means = NO_MEANS,
 ) -> Snapshot:
     """Copies what this process saves. Training may go on as soon as this function returns."""
     exact = optimizer.weight if isinstance(optimizer, FlatAdamW) else Tensor.detach
-    found = _find_tensors(model, optimizer, saves)
+    found = _find_tensors(model, optimizer, saves, means)
     rows = {name: Rows(find_first_row(t), tuple(t.shape)) for name, t in found.items() if isinstance(t, DTensor)}
     copies = {name: _copy(find_local(exact(t) if "/" not in name else t)) for name, t in found.items()}
     if any(t.is_cuda for t in found.values()):
@@ -71,24 +75,30 @@ def snapshot(
     return Snapshot(weights, moments, state, others or {}, rows)
 
 
-def count_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, saves: Saves = lambda name: True) -> int:
+def count_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saves: Saves = lambda name: True, means: Means = NO_MEANS
+) -> int:
     """About how large the files are that this process writes: numbers, and what is said of each tensor. Weights of any
     kind are saved in 32 bits."""
-    found = _find_tensors(model, optimizer, saves, lambda like, **_: like)
+    found = _find_tensors(model, optimizer, saves, means, lambda like, **_: like)
     sizes = {name: find_local(t).numel() * max(t.itemsize, 4 * ("/" not in name)) for name, t in found.items()}
     return sum(sizes.values()) + sum(2 * len(name) + 140 for name in sizes)
 
 
 def _find_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saves: Saves, new: Callable[..., Tensor] = torch.zeros_like
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saves: Saves,
+    means: Means,
+    new: Callable[..., Tensor] = torch.zeros_like,
 ) -> dict[str, Tensor]:
-    """The weights and moments that this process saves, as they are; names of moments have a slash. `new` makes those
-    that are not there yet."""
+    """The weights, moments and means that this process saves, as they are; names of all but weights have a slash. `new`
+    makes moments that are not there yet."""
     weights = model.state_dict(keep_vars=True)
     found = {name: value for name, value in weights.items() if _is_saved_here(value, saves(name))}
-    for name, (parameter, key, _) in _find_moments(model, optimizer).items():
+    for name, (parameter, key, _) in _find_moments(model, optimizer, means).items():
         # Torch's AdamW has no moments of a parameter that never had a gradient: they begin with zeros.
-        own = optimizer.state.get(parameter, {}).get(key)
+        own = means[parameter] if key == MEAN else optimizer.state.get(parameter, {}).get(key)
         like = torch.zeros((), device=parameter.device) if key == "step" else parameter
         moment = new(like, requires_grad=False) if own is None else own
         if _is_saved_here(moment, saves(name.partition("/")[2])):
@@ -108,14 +118,15 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _find_moments(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, means: Means
 ) -> dict[str, tuple[nn.Parameter, str, torch.Size]]:
-    """Returns the parameter, the key in its state and the shape of all moments, by name in optimizer.safetensors."""
+    """Returns the parameter, the key in its state and the shape of all moments and means, by name in
+    optimizer.safetensors."""
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     return {
         f"{key}/{name}": (parameter, key, torch.Size() if key == "step" else parameter.shape)
         for name, parameter in model.named_parameters()
-        for key in MOMENTS
+        for key in (*MOMENTS, *([MEAN] if means else []))
         if parameter in trained
     }
 
@@ -191,11 +202,13 @@ def _check_shapes(kind: str, expected: dict[str, torch.Size], found: Mapping[str
         raise CheckpointError(f"the checkpoint is of another {kind}: " + "; ".join(sorted(differences)))
 
 
-def restore_moments(model: nn.Module, optimizer: torch.optim.Optimizer, shot: Snapshot | Stored) -> None:
-    entries = _find_moments(model, optimizer)
+def restore_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shot: Snapshot | Stored, means: Means = NO_MEANS
+) -> None:
+    entries = _find_moments(model, optimizer, means)
     _check_shapes("optimizer", {name: shape for name, (*_, shape) in entries.items()}, shot.moments)
     for name, (parameter, key, _) in entries.items():
-        state = optimizer.state[parameter]
+        state: dict[str, Tensor] = {MEAN: means[parameter]} if key == MEAN else optimizer.state[parameter]
         if key not in state:  # torch's AdamW makes its state in its first step
             like = parameter if key != "step" else torch.zeros((), device=parameter.device)
             state[key] = torch.empty_like(like, requires_grad=False)

@@ -26,8 +26,8 @@ MOST_BYTES = 2**28  # of a manifest or a state: a million tensors take about as 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other errors of the system may pass
 PAUSES_S = (0.1, 0.5, 2.0)  # between tries to read; what network file systems and a full table of open files may need
 STATE: dict[str, Any] = {
-    "step": int, "best_step": int, "evaluated": int, "tokens": int, "best": int | float | None, "scaler": dict,
-    "guard": dict, "techniques": dict, "identity": dict,
+    "step": int, "best_step": int, "evaluated": int, "waited": int, "tokens": int, "best": int | float | None,
+    "scaler": dict, "guard": dict, "techniques": dict, "identity": dict,
 }  # fmt: skip
 _NAME = re.compile(r"step-(\d{8})")
 Result = TypeVar("Result")
@@ -99,7 +99,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         state = json.loads(read_text(checkpoint / "state.json", MOST_BYTES))
         kinds = STATE if "identity" in state else {"step": int, "best_step": int}  # a model alone has not more
-        known = {"evaluated": 0, "techniques": {}} | state  # what older versions did not have
+        known = {"evaluated": 0, "waited": 0, "techniques": {}} | state  # what older versions did not have
         wrong = [key for key, kind in kinds.items() if not isinstance(known.get(key, ...), kind)]
         if wrong or not all(isinstance(value, int | float) for value in known.get("guard", {}).values()):
             raise ValueError(f"it has no right {wrong[0] if wrong else 'guard'}")

@@ -1,4 +1,4 @@
-"""Where text comes from: files, plain or gzipped, folders, Python's own library, Hugging Face data sets.
+"""Where text comes from: files, of text or of rows, folders, Python's own library, Hugging Face data sets.
 
 A corpus is a sequence of documents that can be read any number of times. Its fingerprint depends on the content
 alone, so that tokens made from it can be kept and found again. Every failure that a user can cause becomes a
@@ -7,31 +7,30 @@ alone, so that tokens made from it can be kept and found again. Every failure th
 
 from __future__ import annotations
 
-import gzip
+import glob
 import hashlib
-import io
 import os
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Literal
 
 from stretto.capacity import find_machine_memory
+from stretto.config import DataConfig
+from stretto.data import rows
+from stretto.data.opening import NotTextError, open_text
+from stretto.data.progress import progress
+from stretto.data.seen import note, recall, stamp
+from stretto.data.tokenizer import Store
 from stretto.errors import DataError
-from stretto.files import open_regular
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
-_UNPACKED, _SMALL = 50, 1 << 24  # how many times larger a gzip file may get, or how many bytes in any case
-_BUFFER = 1 << 17  # bytes unpacked at a time
 _LONGEST_LINE = 1 << 24  # characters of a line that is a document
 _NAMED = 5  # how many of the files that are left out
-
-
-class NotTextError(DataError):
-    """The file is not UTF-8: a folder of documents skips it, everything else reports it."""
+_WORTH_NOTING = 1 << 26  # bytes of files: it takes about a second to read them
+_SAID = 1 << 20  # bytes after which a bar moves on
 
 
 def find_text_file(key: str, path: Path) -> Path:
@@ -42,52 +41,6 @@ def find_text_file(key: str, path: Path) -> Path:
     raise DataError(f"{key}: there is no file {path} (nor {path.name}.gz)")
 
 
-@contextmanager
-def open_text(path: Path) -> Iterator[IO[str]]:
-    """Opens the text of a file. Only "\\n" ends a line, whatever other line separators Unicode knows."""
-    try:
-        with open_regular(path) as file, _unpack(path, file) as data:
-            yield io.TextIOWrapper(data, encoding="utf-8-sig", newline="\n")
-    except UnicodeDecodeError as error:
-        raise NotTextError(f"{path} is not UTF-8 text: convert it, or leave it out") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is not a whole gzip file ({error}): fetch it again") from error
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-@contextmanager
-def _unpack(path: Path, file: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Yields the bytes of a file, unpacked if its name says that it is packed."""
-    if path.suffix != ".gz":
-        yield file
-        return
-    limit = max(_UNPACKED * os.fstat(file.fileno()).st_size, _SMALL)
-    with gzip.GzipFile(fileobj=file) as unpacked:
-        yield io.BufferedReader(_Limited(path, unpacked, limit), _BUFFER)
-
-
-class _Limited(io.RawIOBase):
-    """The bytes of a gzip file, of which a small one can hold any number: no more than text would have."""
-
-    def __init__(self, path: Path, file: gzip.GzipFile, limit: int) -> None:
-        self._path, self._file, self._left = path, file, limit
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(len(buffer))
-        self._left -= len(data)
-        if self._left < 0:
-            raise DataError(
-                f"{self._path} unpacks to more than {_UNPACKED} times its size, as no text does: unpack it yourself if"
-                " it is right"
-            )
-        buffer[: len(data)] = data
-        return len(data)
-
-
 @dataclass(frozen=True)
 class Documents:
     name: str
@@ -96,17 +49,25 @@ class Documents:
     count: int
     num_bytes: int
     left_out: Set[str] = frozenset()  # files that are not text
+    spoiled: rows.Spoiled = field(default_factory=rows.Spoiled)  # rows that cannot be used
 
     def __iter__(self) -> Iterator[str]:
         return self.read()
 
 
-def open_files(name: str, paths: Sequence[Path], *, skip_binary: bool) -> Documents:
-    """Opens files of which each is one document."""
-    left_out = set[str]()
+def open_files(
+    name: str, paths: Sequence[Path], *, skip_binary: bool, column: str = "text", store: Store | None = None
+) -> Documents:
+    """Opens files of which each is one document, or a table, of which each row has one in a column. What `store` has
+    noted of large ones spares reading them."""
+    left_out, spoiled = set[str](), rows.Spoiled()
 
-    def read() -> Iterator[str]:
+    def read(spoiled: rows.Spoiled | None = None) -> Iterator[str]:
         for path in paths:
+            if rows.is_table(path):
+                table = rows.open_files(name, [path], f"data.column = {column!r}", [column])
+                yield from table.convert(partial(rows.take_text, column=column), spoiled or rows.Spoiled())
+                continue
             try:
                 _require_room(path)
                 with open_text(path) as handle:
@@ -118,17 +79,36 @@ def open_files(name: str, paths: Sequence[Path], *, skip_binary: bool) -> Docume
             else:
                 yield text
 
-    return replace(_survey(name, read), left_out=left_out)
+    identity, size = repr((column, skip_binary, list(map(str, paths)))), sum(map(_find_size, paths))
+    if store is None or size < _WORTH_NOTING:
+        found = _survey(name, partial(read, spoiled), size)
+        spoiled.judge(name)
+        return replace(found, read=read, left_out=left_out, spoiled=spoiled)
+    before, known = stamp(paths), recall(store, identity, paths)
+    try:
+        fingerprint, count, num_bytes, files, bad = known
+        return Documents(name, read, str(fingerprint), int(count), int(num_bytes), frozenset(files), rows.Spoiled(*bad))
+    except (TypeError, ValueError):  # there is no note, or it is none of ours
+        found = open_files(name, paths, skip_binary=skip_binary, column=column)
+    facts = found.fingerprint, found.count, found.num_bytes, sorted(found.left_out), astuple(found.spoiled)
+    note(store, identity, before, facts)
+    return found
+
+
+def _find_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0  # reading it will say more
 
 
 def _require_room(path: Path) -> None:
     """Refuses a document of which text and bytes cannot be in memory at the same time."""
-    with suppress(OSError):  # reading it will say more
-        if 2 * path.stat().st_size > find_machine_memory():
-            raise DataError(
-                f"{path} has {path.stat().st_size:,} bytes and is one document, too large for the memory of this"
-                " machine: split it into several files"
-            )
+    if 2 * (size := _find_size(path)) > find_machine_memory():
+        raise DataError(
+            f"{path} has {size:,} bytes and is one document, too large for the memory of this machine: split it into"
+            " several files, or into the rows of a .jsonl file"
+        )
 
 
 def open_lines(path: Path) -> Documents:
@@ -146,47 +126,96 @@ def open_lines(path: Path) -> Documents:
     return _survey(str(path), read)
 
 
-def _survey(name: str, read: Callable[[], Iterator[str]]) -> Documents:
-    """Reads everything once to learn what it is: cheap next to tokenising, and it notices any change."""
-    digest, count, num_bytes = hashlib.sha256(), 0, 0
-    for text in read():
-        data = text.encode()
-        digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
-        digest.update(data)
-        count, num_bytes = count + 1, num_bytes + len(data)
+def _survey(name: str, read: Callable[[], Iterator[str]], size: int = 0) -> Documents:
+    """Reads everything once, about `size` bytes, to learn what it is: cheap next to tokenising, and it notices any
+    change."""
+    digest, count, num_bytes, unsaid = hashlib.sha256(), 0, 0, 0
+    with progress(f"reading {name}", size, known=False) as advance:
+        for text in read():
+            data = text.encode()
+            digest.update(len(data).to_bytes(8, "little"))  # else ["ab", "c"] and ["a", "bc"] would look the same
+            digest.update(data)
+            count, num_bytes, unsaid = count + 1, num_bytes + len(data), unsaid + len(data)
+            if unsaid >= _SAID:
+                advance(unsaid)
+                unsaid = 0
     return Documents(name, read, digest.hexdigest(), count, num_bytes)
 
 
-def open_column(name: str, dataset: Any) -> Documents:
-    """Opens the `text` column of a Hugging Face data set, whose own fingerprint spares reading all of it."""
+def open_column(name: str, dataset: Any, column: str = "text", *, streaming: bool = False) -> Documents:
+    """Opens a column of a Hugging Face data set, whose own fingerprint spares reading all of it; one that streams has
+    none."""
 
     def read() -> Iterator[str]:
-        for rows in dataset.select_columns("text").iter(batch_size=1000):
-            yield from (text or "" for text in rows["text"])
+        for group in dataset.select_columns(column).iter(batch_size=1000):
+            yield from (text or "" for text in group[column])
 
-    fingerprint = hashlib.sha256(dataset._fingerprint.encode()).hexdigest()
+    if streaming:
+        return _survey(name, read)
+    identity = dataset._fingerprint + (f" {column}" if column != "text" else "")
+    fingerprint = hashlib.sha256(identity.encode()).hexdigest()
     return Documents(name, read, fingerprint, len(dataset), dataset.data.nbytes)
 
 
-def open_documents(key: str, source: str, suffix: str) -> Documents:
-    """Opens the corpus that `source` names; `key` is the setting that `source` came from ("data.train")."""
+def open_documents(
+    key: str, source: str, suffix: str, column: str = "text", *, streaming: bool = False, store: Store | None = None
+) -> Documents:
+    """Opens the corpus that `source` names; `key` is the setting that `source` came from ("data.train"). `store` is
+    where notes of large files are."""
     if source.startswith("hf:"):
-        return _open_hub(key, source)
+        return _open_hub(key, source, column, streaming)
     if source == "python-stdlib":
         return open_files(source, _find_library_files(), skip_binary=True)
-    path = Path(source)
-    if path.is_file():
-        return open_files(path.name, [path], skip_binary=False)
-    if not path.is_dir():
-        raise DataError(f'{key} = {source!r}: there is no such file or folder (nor is it "python-stdlib" or "hf:...")')
-    paths = _find_files(path, tuple(part.strip() for part in suffix.split(",") if part.strip()))
-    documents = open_files(path.name, paths, skip_binary=True)
+    path, paths = Path(source), find_sources(key, source, suffix)
+    documents = open_files(path.name, paths, skip_binary=not path.is_file(), column=column, store=store)
     if not documents.count:
         raise DataError(
-            f"{key} = {source!r}: no text file in it ends in one of data.suffix = {suffix!r}"
+            f"{key} = {source!r}: no row in it, and no text file that ends in one of data.suffix = {suffix!r}"
             + describe_left_out(documents.left_out)
         )
     return documents
+
+
+def open_corpus(key: Literal["data.train", "data.eval"], cfg: DataConfig, store: Store) -> Documents:
+    source = cfg.train if key == "data.train" else cfg.eval
+    return open_documents(key, source, cfg.suffix, cfg.column, streaming=cfg.streaming, store=store)
+
+
+def open_table(key: Literal["data.train", "data.eval"], cfg: DataConfig, columns: Sequence[str]) -> rows.Table:
+    """Opens the rows that `data.train` or `data.eval` names, which have some of these columns."""
+    source = cfg.train if key == "data.train" else cfg.eval
+    if source.startswith("hf:"):
+        name, dataset = load_split(key, source, cfg.streaming)
+        rows.Expected(f"{key} = {source!r}", columns, "the data set").check(dataset.column_names or columns)
+        return rows.Table(name, lambda: ((f"{name}:{number}", row) for number, row in enumerate(dataset, 1)))
+    paths = [path for path in find_sources(key, source, ",".join(rows.SUFFIXES)) if rows.is_table(path)]
+    if not paths:
+        raise DataError(f"{key} = {source!r}: it needs rows, in files that end in {', '.join(rows.SUFFIXES)}")
+    return rows.open_files(source, paths, key, columns)
+
+
+def find_sources(key: str, source: str, suffix: str) -> list[Path]:
+    """Finds the files that `source` names: itself, those of a pattern, or those of a folder with one of the suffixes,
+    which are tables where there are none."""
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        suffixes = tuple(part.strip() for part in suffix.split(",") if part.strip())
+        return _find_files(path, suffixes) or _find_files(path, rows.SUFFIXES)
+    found = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
+    if not found:
+        raise DataError(
+            f"{key} = {source!r}: there is no such file or folder, and no file of such a pattern (nor is it"
+            ' "python-stdlib" or "hf:...")'
+        )
+    return found
+
+
+def describe_unused(*corpora: Documents) -> str:
+    """Says behind a sentence which files and rows of these are not used."""
+    files = frozenset[str]().union(*(documents.left_out for documents in corpora))
+    return describe_left_out(files) + "".join(documents.spoiled.describe() for documents in corpora)
 
 
 def describe_left_out(files: Set[str], kind: str = "UTF-8 text") -> str:
@@ -211,19 +240,23 @@ def _find_library_files() -> list[Path]:
     return _find_files(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_LIBRARY)
 
 
-def _open_hub(key: str, source: str) -> Documents:
+def _open_hub(key: str, source: str, column: str, streaming: bool) -> Documents:
+    name, dataset = load_split(key, source, streaming)
+    rows.Expected(f"{key} = {source!r}", [column], "the data set").check(dataset.column_names or [column])
+    return open_column(name, dataset, column, streaming=streaming)
+
+
+def load_split(key: str, source: str, streaming: bool) -> tuple[str, Any]:
+    """Loads the part of a Hugging Face data set that a setting needs, and returns its name, too."""
     splits = ("train",) if key == "data.train" else ("validation", "test")
-    dataset = _load_hub(key, source)
+    dataset = _load_hub(key, source, streaming)
     for split in splits:
         if split in dataset:
-            if "text" not in dataset[split].column_names:
-                columns = ", ".join(dataset[split].column_names)
-                raise DataError(f"{key} = {source!r}: the data set has no column 'text', only {columns}")
-            return open_column(f"{source} ({split})", dataset[split])
+            return f"{source} ({split})", dataset[split]
     raise DataError(f"{key} = {source!r}: no split {' or '.join(splits)}, only {', '.join(dataset)}")
 
 
-def _load_hub(key: str, source: str) -> Any:
+def _load_hub(key: str, source: str, streaming: bool) -> Any:
     try:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
@@ -233,7 +266,7 @@ def _load_hub(key: str, source: str) -> Any:
     failure: Exception | None = None  # of the first reading
     for arguments in _readings(source.removeprefix("hf:")):
         try:
-            return load_dataset(*arguments)
+            return load_dataset(*arguments, streaming=streaming)
         except (DatasetsError, OSError, ValueError, RuntimeError) as error:
             failure = failure or error
     raise DataError(f"{key} = {source!r} cannot be loaded: {failure}") from failure

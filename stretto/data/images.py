@@ -238,7 +238,8 @@ class ImageData(Data):
         self.labels, self.fingerprint = self._train.names, self._train.fingerprint
         everything = np.arange(len(self._train.labels))
         if cfg.eval:
-            self._held_out = _open_images("data.eval", cfg.eval).rename(self.labels)
+            self._held_out = _open_images("data.eval", cfg.eval)
+            self.number_classes(self.labels)
             self._train_samples, self._eval_samples = everything, np.arange(len(self._held_out.labels))
         elif len(everything) < 2:
             raise DataError(f"data.train = {cfg.train!r} has only one image: none can be held out for evaluation")
@@ -248,6 +249,10 @@ class ImageData(Data):
         self.num_train = len(self._train_samples)
         self.num_eval_batches = -(-len(self._eval_samples) // cfg.batch_size)
         self._order = EpochOrder(seed, self.num_train)
+
+    def number_classes(self, names: tuple[str, ...]) -> None:
+        """Numbers the classes of the evaluation data as these are, which must be among them."""
+        self._held_out = self._held_out.rename(names)
 
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
         chosen = self._order.samples(batch_positions(index, self._cfg.batch_size, part, parts))

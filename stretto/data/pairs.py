@@ -145,6 +145,10 @@ class PairData(Data):
         self.num_train, self.num_eval_batches = len(train.pairs), held_out.num_batches
         self._shuffle = lru_cache(1)(lambda epoch: train.shuffle(random_stream(seed, Purpose.ORDER, epoch)))
 
+    @property
+    def batches_per_epoch(self) -> float:
+        return self._train.num_batches
+
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
         epoch, place = divmod(index, self._train.num_batches)
         shuffled, order = self._shuffle(epoch)

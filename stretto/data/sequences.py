@@ -30,7 +30,7 @@ class SequenceData(TextData):
                 f"data=: token sequences are for data.task = 'causal' and data.layout = 'packed', not {cfg.task!r} and"
                 f" {cfg.layout!r}; a class of your own can be derived from stretto.data.Data"
             )
-        self._cfg, self._seed, self._left_out, self._name = cfg, seed, frozenset(), type(sequences).__name__
+        self._cfg, self._seed, self._left_out, self._name = cfg, seed, "", type(sequences).__name__
         if cfg.tokenizer not in ("bytes", "bpe"):
             self.tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, (), "", Store(Path()))
         else:

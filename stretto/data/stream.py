@@ -25,9 +25,15 @@ Int64s = npt.NDArray[np.int64]
 class Data(ABC):
     tokenizer: Tokenizer | None = None  # None for images
     labels: tuple[str, ...] = ()  # class names of images
+    prompt = ""  # of the evaluation data, which a sample in the report begins with; empty: their first tokens
     num_train: int  # windows, pairs or images in one epoch
     num_eval_batches: int
     fingerprint: str  # of what training reads, wherever it lies: a resumed run must find the same
+
+    @property
+    def batches_per_epoch(self) -> float:
+        """Micro-batches in one pass over the training data, where all have as many samples as the first one."""
+        return self.num_train / len(self.train_batch(0).samples)
 
     @abstractmethod
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:

@@ -8,7 +8,7 @@ this is decided once for the whole data set, so that compiled code sees one form
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -19,18 +19,24 @@ import torch
 from stretto.batch import IGNORE, Batch, Sequences, dense_layout
 from stretto.buckets import round_to_power
 from stretto.config import DataConfig
-from stretto.data.documents import describe_left_out, open_documents
+from stretto.data.documents import Documents, describe_unused, open_corpus
 from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
 
+_ENOUGH_BYTES = 1 << 28  # of text to train a tokenizer on; more takes time and memory, and changes little
 _ENOUGH_DOCUMENTS = 20  # from here on, evaluation holds out whole documents
 
 
 def _count_train_documents(count: int, share: float) -> int:
     return count - count_held_out(count, share) if count >= _ENOUGH_DOCUMENTS else count
+
+
+def pick_texts(documents: Documents, count: int) -> Iterator[str]:
+    """Of the first `count` documents, all or every so many: as much text as a tokenizer is trained on."""
+    return islice(documents, 0, count, max(-(-documents.num_bytes // _ENOUGH_BYTES), 1))
 
 
 def hold_out(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
@@ -47,19 +53,20 @@ class TextData(Data):
     tokenizer: Tokenizer
 
     def __init__(self, cfg: DataConfig, seed: int, folder: Path, store: Store) -> None:
-        self._cfg, self._seed, documents = cfg, seed, open_documents("data.train", cfg.train, cfg.suffix)
+        self._cfg, self._seed, documents = cfg, seed, open_corpus("data.train", cfg, store)
         # Held-out documents are kept from the tokenizer too.
         num_documents = documents.count if cfg.eval else _count_train_documents(documents.count, cfg.held_out)
-        identity, texts = f"{documents.fingerprint} {num_documents}", islice(documents, num_documents)
+        identity, texts = f"{documents.fingerprint} {num_documents}", pick_texts(documents, num_documents)
         tokenizer = self.tokenizer = choose_tokenizer(cfg.tokenizer, cfg.vocab, texts, identity, store)
         keep_tokenizer(tokenizer, folder)
-        train, self._left_out = open_tokens(documents, tokenizer, store), documents.left_out
+        train, corpora = open_tokens(documents, tokenizer, store), [documents]
         if cfg.eval:
-            others = open_documents("data.eval", cfg.eval, cfg.suffix)
-            held_out, self._left_out = open_tokens(others, tokenizer, store), documents.left_out | others.left_out
+            corpora.append(others := open_corpus("data.eval", cfg, store))
+            held_out = open_tokens(others, tokenizer, store)
         else:
             train, held_out = hold_out(train, cfg.held_out)
         self._name, self.fingerprint = documents.name, documents.fingerprint
+        self._left_out = describe_unused(*corpora)
         self._cut_windows(train, held_out)
         if cfg.task == "masked":
             special = tokenizer.special_ids | {tokenizer.bos, tokenizer.eos, tokenizer.mask}
@@ -96,7 +103,7 @@ class TextData(Data):
         return (
             f"{self._name}: {len(train.ids):,} tokens, {train.num_documents:,} documents, "
             f"{self.num_train:,} windows of {self._cfg.seq_len}; evaluation: {len(held_out.ids):,} tokens, "
-            f"{held_out.num_documents:,} documents, {self._num_eval:,} windows{describe_left_out(self._left_out)}"
+            f"{held_out.num_documents:,} documents, {self._num_eval:,} windows{self._left_out}"
         )
 
     def _batch(self, tokens: Tokens, windows: Sequence[int], purpose: Purpose, position: int) -> Batch:

@@ -20,6 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from stretto.errors import DataError
 from stretto.files import read_text, write_text
 from stretto.values import MOST_TOKENS
@@ -27,6 +30,7 @@ from stretto.values import MOST_TOKENS
 if TYPE_CHECKING:
     import tokenizers
 
+Ids = npt.NDArray[Any]
 SPECIALS = ("<pad>", "<bos>", "<eos>", "<mask>")
 NUM_BYTES = 256
 _MOST_BYTES = 1 << 29  # of a tokenizer.json
@@ -40,7 +44,7 @@ _NAMES = {
     "eos": _EOS,
     "mask": ("<mask>", "[MASK]"),
 }
-
+MASK = re.compile("|".join(map(re.escape, _NAMES["mask"])))  # where a prompt has one, whatever the tokenizer calls it
 
 _ENDLESS_WORD = re.compile(r"(\S{1024})(?=\S)")
 
@@ -73,6 +77,8 @@ class Special:
 class Tokenizer(ABC):
     size: int  # ids are 0 <= id < size
     special_ids: frozenset[int]  # of every special token, also those without a role
+    special_texts: frozenset[str] = frozenset()  # what stands for them in a chat template
+    spaces_lead = True  # a space belongs to the token of the word behind it, or to none
     pad, bos, eos, mask = Special("pad"), Special("bos"), Special("eos"), Special("mask")
 
     @abstractmethod
@@ -91,6 +97,13 @@ class Tokenizer(ABC):
     def to_json(self) -> str:
         """Returns what tokenizer.json holds."""
 
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_many`, but the text of a special token becomes that token."""
+        return self.encode_many(texts)
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.asarray(ids, np.int64) for ids in self.encode_many(texts)]
+
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0]
 
@@ -104,6 +117,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
+    spaces_lead = False
     size = NUM_BYTES + len(SPECIALS)
     special_ids = frozenset(range(NUM_BYTES, size))
 
@@ -112,6 +126,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]  # without a Python number for each byte
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < NUM_BYTES).decode(errors="replace")
@@ -130,7 +147,8 @@ class LibraryTokenizer(Tokenizer):
         inner.encode_special_tokens = True  # the library's word for: treat their text as ordinary text
         self._vocab = inner.get_vocab()
         self.size = max(self._vocab.values()) + 1  # not the number of tokens: some vocabularies have holes
-        self.special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        special = {i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        self.special_ids, self.special_texts = frozenset(special), frozenset(special.values())
         # Models of whole pieces find special tokens in plain text all the same: these ids are taken out again.
         whole_pieces = json.loads(self._json)["model"].get("type") in ("Unigram", "WordLevel")
         unknown = {self._vocab.get(name) for name in ("<unk>", "[UNK]", "<|unk|>")}
@@ -150,6 +168,13 @@ class LibraryTokenizer(Tokenizer):
         if self._leaked:
             encoded = [[i for i in ids if i not in self._leaked] for ids in encoded]
         return encoded
+
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        self._inner.encode_special_tokens = False
+        try:
+            return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        finally:
+            self._inner.encode_special_tokens = True
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)

@@ -8,6 +8,10 @@
 A file is named after what it was made from, so a changed corpus or tokenizer gets a new file. Nothing in it is
 trusted: opening checks every field, the size, the checksum, where documents start and the largest id. While it is
 mapped, others may still write to it or cut it short: each batch asks whether it has changed, and checks its own ids.
+
+A large corpus becomes several such files, its shards, each with a run of the documents. Whoever was stopped while he
+wrote them goes on behind the last one that is whole. Shards that were checked once, and have the size and the date that
+they had then, are not read again to be checked when they are opened; what batches check, they still do.
 """
 
 from __future__ import annotations
@@ -15,11 +19,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from weakref import finalize
@@ -29,8 +32,10 @@ import numpy.typing as npt
 
 from stretto.data.documents import Documents
 from stretto.data.packing import count_positions
+from stretto.data.progress import Advance, progress
+from stretto.data.seen import note, recall, stamp
 from stretto.data.stream import Int64s
-from stretto.data.tokenizer import Store, Tokenizer
+from stretto.data.tokenizer import Ids, Store, Tokenizer
 from stretto.errors import DataError
 from stretto.files import open_regular, replacing
 
@@ -39,14 +44,15 @@ _VERSION = 1
 _HEADER_END = 1024
 _CHUNK = 1 << 24  # ids compared at a time
 _PIECE = 1 << 20  # characters tokenised at a time
-_SHOW_PROGRESS = 5_000_000  # bytes of text worth a progress bar
+_SHARD = 1 << 28  # bytes of text in a shard
+_MOST_SHARDS = 256  # of which each is an open file
 
 
 class Mapped:
     """A token file that is open and mapped: it knows whether the file is still the one that was checked."""
 
     def __init__(self, path: Path, file: IO[bytes], size: int, sha256: str) -> None:
-        self._path, self._sha256 = path, sha256
+        self._path, self.sha256 = path, sha256
         self.size = size  # of the vocabulary
         self._descriptor = os.dup(file.fileno())
         finalize(self, os.close, self._descriptor)
@@ -67,7 +73,7 @@ class Mapped:
                 f" at byte {now[0]:,} now. Delete it; it will be made again"
             )
         with open(os.dup(self._descriptor), "rb") as file:
-            if _checksum(file) != self._sha256:
+            if _checksum(file) != self.sha256:
                 raise DataError(
                     f"the token file {self._path} was overwritten while it was read. Delete it; it will be made again"
                 )
@@ -85,7 +91,7 @@ class Mapped:
 class Tokens:
     """Documents one after another; document i is ids[starts[i] : starts[i + 1]]."""
 
-    ids: npt.NDArray[Any]  # uint16 or uint32, memory-mapped
+    ids: Any  # an array of uint16 or uint32, memory-mapped; or those of several files, `Joined`
     starts: npt.NDArray[np.int64]  # [number of documents + 1]
     file: Mapped | None = None  # none of those that were made in memory
     after: int = 0  # tokens of the file behind these
@@ -104,6 +110,8 @@ class Tokens:
 
     def take(self, places: Int64s) -> Int64s:
         """Reads the ids at these places. What is not in the vocabulary would end a GPU's process without a reason."""
+        if isinstance(self.ids, Joined):
+            return self.ids.take(places)
         if self.file is not None:
             self.file.check()
         ids: Int64s = self.ids[places].astype(np.int64)
@@ -119,48 +127,139 @@ class Tokens:
         return self.take(np.repeat(starts, lengths) + count_positions(lengths))
 
 
+class Joined:
+    """The ids of several files one after another, or a run of them."""
+
+    def __init__(self, files: Sequence[Tokens], begin: int = 0, end: int | None = None) -> None:
+        self._files, self._begin = files, begin
+        *self._begins, total = np.cumsum([0, *(len(tokens.ids) for tokens in files)])
+        self._end = int(total) if end is None else end
+
+    def __len__(self) -> int:
+        return self._end - self._begin
+
+    def __getitem__(self, part: slice) -> Joined:
+        begin, end, _ = part.indices(len(self))
+        return Joined(self._files, self._begin + begin, self._begin + end)
+
+    def take(self, places: Int64s) -> Int64s:
+        places = places + self._begin
+        ids, files = np.empty(places.shape, np.int64), np.searchsorted(self._begins, places, side="right") - 1
+        for number in np.unique(files):
+            here = files == number
+            ids[here] = self._files[number].take(places[here] - self._begins[number])
+        return ids
+
+
 def open_tokens(documents: Documents, tokenizer: Tokenizer, store: Store) -> Tokens:
-    """Opens the tokens of a corpus, from the file in `store` if an earlier run left one there."""
+    """Opens the tokens of a corpus, from files in `store` if an earlier run left them there."""
     made_from = hashlib.sha256(f"{documents.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()
-    path = store.find(f"{made_from[:16]}.tokens")
-    if not path.exists():
-        write_tokens(path, documents, tokenizer, made_from)
-    return read_tokens(path, tokenizer, made_from)
+    shards = _divide(documents, made_from, store)
+    if any(not shard.path.exists() for shard in shards):
+        _write_missing(documents, shards, tokenizer, store)
+    if len(shards) == 1:
+        return read_tokens(shards[0].path, tokenizer, made_from)
+    return _join([_open_shard(shard, tokenizer, store) for shard in shards])
 
 
-def write_tokens(path: Path, documents: Documents, tokenizer: Tokenizer, made_from: str) -> None:
+@dataclass(frozen=True)
+class Shard:
+    path: Path
+    made_from: str
+    count: int  # of its documents
+
+
+def _divide(documents: Documents, made_from: str, store: Store) -> list[Shard]:
+    """Cuts a corpus into runs of documents, of about equal numbers: one, unless it is large."""
+    number = max(min(-(-documents.num_bytes // _SHARD), _MOST_SHARDS, documents.count), 1)
+    if number == 1:
+        return [Shard(store.find(f"{made_from[:16]}.tokens"), made_from, documents.count)]
+    cuts = [documents.count * i // number for i in range(number + 1)]
+    names = [f"{i:03}-of-{number:03}" for i in range(1, number + 1)]
+    return [
+        Shard(store.find(f"{made_from[:16]}-{name}.tokens"), f"{made_from} {name}", end - begin)
+        for name, begin, end in zip(names, cuts, cuts[1:], strict=False)
+    ]
+
+
+def _write_missing(documents: Documents, shards: list[Shard], tokenizer: Tokenizer, store: Store) -> None:
+    """Writes the shards that are not there, in one reading of the corpus."""
+    texts = iter(documents)
+    with progress(f"tokenising {documents.name}", documents.num_bytes) as advance:
+        for shard in shards:
+            mine = islice(texts, shard.count)
+            if shard.path.exists():
+                for text in mine:
+                    advance(len(text))
+            else:
+                part = replace(documents, read=partial(iter, mine), count=shard.count)
+                checksum = write_tokens(shard.path, part, tokenizer, shard.made_from, advance)
+                if len(shards) > 1:  # a single file is read quickly
+                    note(store, shard.path.name, stamp([shard.path]), checksum, own=True)
+
+
+def _open_shard(shard: Shard, tokenizer: Tokenizer, store: Store) -> Tokens:
+    known, before = recall(store, shard.path.name, [shard.path]), stamp([shard.path])
+    tokens = read_tokens(shard.path, tokenizer, shard.made_from, trusted=known)
+    if known is None and tokens.file is not None:
+        note(store, shard.path.name, before, tokens.file.sha256)
+    return tokens
+
+
+def _join(files: list[Tokens]) -> Tokens:
+    ends = np.cumsum([len(tokens.ids) for tokens in files])
+    starts = [tokens.starts[1:] + end - len(tokens.ids) for tokens, end in zip(files, ends, strict=True)]
+    return Tokens(Joined(files), np.concatenate([np.zeros(1, np.int64), *starts]))
+
+
+def write_tokens(
+    path: Path, documents: Documents, tokenizer: Tokenizer, made_from: str, advance: Advance = lambda num_bytes: None
+) -> str:
+    """Writes a token file, and returns its checksum."""
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
-    starts = [0]
-    with replacing(path) as file, _progress(documents) as advance:
+    starts, length = [np.zeros(1, np.int64)], 0
+    with replacing(path) as file:
         file.seek(_HEADER_END + 8 * (documents.count + 1))
-        length = 0
-        for piece, ids in _tokenise(documents, tokenizer):
-            ids = [tokenizer.bos] * piece.begins + ids + [tokenizer.eos] * piece.ends
-            file.write(np.asarray(ids, dtype).tobytes())
-            length += len(ids)
-            if piece.ends:
-                starts.append(length)
-            advance(len(piece.text.encode()))
-        if len(starts) != documents.count + 1:
+        for pieces, encoded in _tokenise(documents, tokenizer):
+            lengths = [len(ids) + piece.begins + piece.ends for piece, ids in zip(pieces, encoded, strict=True)]
+            ends = length + np.cumsum(lengths)
+            starts.append(ends[[piece.ends for piece in pieces]])
+            file.write(np.concatenate(_frame(pieces, encoded, tokenizer), dtype=dtype, casting="unsafe").tobytes())
+            length = int(ends[-1])
+            advance(sum(len(piece.text.encode()) for piece in pieces))
+        places = np.concatenate(starts)
+        if len(places) != documents.count + 1:
             raise DataError(f"{documents.name} changed while it was read: run again")
         file.seek(_HEADER_END)
-        file.write(np.asarray(starts, np.int64).tobytes())
+        file.write(places.tobytes())
         header = {"version": _VERSION, "dtype": dtype.name, "tokens": length, "documents": documents.count}
         header |= {"sha256": _checksum(file), "made_from": made_from}
         file.seek(0)
         file.write(_MAGIC + json.dumps(header).encode().ljust(_HEADER_END - len(_MAGIC)))
+    return str(header["sha256"])
 
 
-def read_tokens(path: Path, tokenizer: Tokenizer, made_from: str) -> Tokens:
+def _frame(pieces: list[_Piece], encoded: list[Ids], tokenizer: Tokenizer) -> list[Ids]:
+    """Puts bos and eos where documents begin and end."""
+    bos, eos = np.array([tokenizer.bos]), np.array([tokenizer.eos])
+    return [
+        part
+        for piece, ids in zip(pieces, encoded, strict=True)
+        for part in (*[bos] * piece.begins, ids, *[eos] * piece.ends)
+    ]
+
+
+def read_tokens(path: Path, tokenizer: Tokenizer, made_from: str, trusted: str | None = None) -> Tokens:
+    """Opens a token file. `trusted` is its checksum if it was checked before, and has not changed since."""
     try:
-        return _read_tokens(path, tokenizer, made_from)
+        return _read_tokens(path, tokenizer, made_from, trusted)
     except OSError as error:
         raise DataError(f"cannot read the token file {path}: {error.strerror}") from error
     except (ValueError, OverflowError, RecursionError) as error:
         raise DataError(f"the token file {path} is damaged: {error}. Delete it; it will be made again") from error
 
 
-def _read_tokens(path: Path, tokenizer: Tokenizer, made_from: str) -> Tokens:
+def _read_tokens(path: Path, tokenizer: Tokenizer, made_from: str, trusted: str | None) -> Tokens:
     with open_regular(path) as file:
         start = file.read(_HEADER_END)
         _check(start.startswith(_MAGIC), "it does not begin as a token file does")
@@ -175,7 +274,8 @@ def _read_tokens(path: Path, tokenizer: Tokenizer, made_from: str) -> Tokens:
         ids_at = _HEADER_END + 8 * (num_documents + 1)
         expected, size = ids_at + dtype.itemsize * num_tokens, os.fstat(file.fileno()).st_size
         _check(size == expected, f"it has {size} bytes instead of {expected}")
-        _check(_checksum(file) == header.get("sha256"), "its checksum is wrong")
+        is_known = trusted is not None and header.get("sha256") == trusted
+        _check(is_known or header.get("sha256") == _checksum(file), "its checksum is wrong")
         file.seek(_HEADER_END)
         starts = np.fromfile(file, np.int64, num_documents + 1)
         _check_starts(starts, num_tokens)
@@ -183,7 +283,7 @@ def _read_tokens(path: Path, tokenizer: Tokenizer, made_from: str) -> Tokens:
         if not num_tokens:  # an empty file cannot be mapped
             return Tokens(np.empty(0, dtype), starts, mapped)
         ids = np.memmap(file, dtype, mode="r", offset=ids_at, shape=(num_tokens,))
-        for first in range(0, num_tokens, _CHUNK):
+        for first in range(0, 0 if is_known else num_tokens, _CHUNK):
             part = ids[first : first + _CHUNK]
             if (largest := int(part.max())) >= tokenizer.size:
                 at = ids_at + dtype.itemsize * (first + int(part.argmax()))
@@ -218,11 +318,11 @@ class _Piece(NamedTuple):
     ends: bool
 
 
-def _tokenise(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[_Piece, list[int]]]:
-    """Yields every piece with its ids; many small pieces are encoded in one call."""
+def _tokenise(documents: Documents, tokenizer: Tokenizer) -> Iterator[tuple[list[_Piece], list[Ids]]]:
+    """Yields groups of pieces with their ids; the many small pieces of a group are encoded in one call."""
     pieces = (piece for text in documents for piece in _cut(text))
     while group := list(_take(pieces)):
-        yield from zip(group, tokenizer.encode_many([piece.text for piece in group]), strict=True)
+        yield group, tokenizer.encode_arrays([piece.text for piece in group])
 
 
 def _cut(text: str) -> Iterator[_Piece]:
@@ -242,15 +342,3 @@ def _take(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
         weight += len(piece.text)
         if weight >= _PIECE:
             return
-
-
-@contextmanager
-def _progress(documents: Documents) -> Iterator[Any]:
-    """Yields a function to call with the number of bytes done; it draws a bar if someone is there to see the bar."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    hidden = documents.num_bytes < _SHOW_PROGRESS or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        yield partial(bar.advance, bar.add_task(f"tokenising {documents.name}", total=documents.num_bytes))

@@ -252,6 +252,7 @@ class Exchanges:
             if isinstance(unit, Unit):
                 self._swap_layers(stack, unit)
         for layer, gate in self.handles.all_gates():
+            gate.factor = 1.0  # all layers work while things are tried
             self.journal.change(layer, "stretto_gate", gate)
             self.journal.swap(layer, SwitchedLayer)
         if self.options.unpad or self.options.packed:
@@ -262,6 +263,8 @@ class Exchanges:
             self._keep_less(self.handles.keeping, [*units.values(), *losses.values()])
         if self.handles.giving is not None:
             self._give_products(self.handles.giving, [*units.values(), *losses.values()])
+        for _, gate in self.handles.all_gates():
+            gate.factor = None  # from now on each update has to say
 
     # Before anything is changed
 

@@ -41,7 +41,7 @@ from stretto.parallel.schedule import Schedule
 from stretto.parallel.stages import cut, find_spans
 from stretto.runtime import Runtime
 from stretto.step import Update
-from stretto.techniques.technique import Context, Estimate, Sites, Technique
+from stretto.techniques.technique import Context, Sites, Technique
 
 
 def is_ring(cfg: ParallelConfig, model: ModelConfig) -> bool:
@@ -117,10 +117,6 @@ class Pipeline(Technique):
         if problem := find_problem(model, context.padded):
             found.append(problem)
         return found + [f"{other.key}: {why}" for other in others if (why := other.why_not_by_module())]
-
-    def estimate(self) -> Estimate:
-        share = 1 / self.schedule.modules
-        return Estimate(state=share, activations=1.0 if self.schedule.is_exact else share, work=share)
 
     def apply(self, model: nn.Module, sites: Sites) -> None:
         assert isinstance(model, Chain)

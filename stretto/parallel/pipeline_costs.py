@@ -25,7 +25,7 @@ from stretto.memory import (
     outside_bytes,
 )
 from stretto.parallel.schedule import Schedule, balance
-from stretto.parallel.sequence_costs import NETWORK, NVLINK, Link
+from stretto.parallel.sequence_costs import NETWORK, NVLINK, Link, Share
 from stretto.parallel.simulate import (
     Module,
     Traffic,
@@ -52,6 +52,8 @@ class Costs:
     """The parts of a model as modules: embedding, blocks, head."""
 
     config: Config
+    rate: float = PASSES  # FLOP/s of both passes
+    update: float = UPDATE  # seconds for each parameter
 
     @cached_property
     def samples(self) -> int:
@@ -67,7 +69,7 @@ class Costs:
         block = load.tokens * (2 * count_block_parameters(cfg)[0] + attention)
         masked = cfg.kind == "encoder" and not cfg.classes
         head = 2 * load.labels * cfg.width * ((cfg.classes or cfg.vocab) + (cfg.width if masked else 0))
-        return block / PASSES, head / PASSES
+        return block / self.rate, head / self.rate
 
     def make_module(self, share: float, blocks: int, parameters: int = 0, activations: int = 0) -> Module:
         """Blocks and what is outside of them, for a share of the update's samples."""
@@ -76,7 +78,7 @@ class Costs:
         return Module(
             forward=seconds,
             backward=2 * seconds,
-            update=size * UPDATE,
+            update=size * self.update,
             weights=size * WEIGHT_BYTES[way.weights],
             version=size * way.element,
             gradients=size * GRADIENT_BYTES[way.weights],
@@ -154,6 +156,25 @@ def list_rows(costs: Costs) -> Iterator[Row]:
         periods = [find_data_parallel_period(own, devices, link, layers) for link in LINKS]
         busy = (work / devices + whole.update) / periods[0]
         yield Row(devices, "data parallelism", 1, periods, busy, find_bytes(config, most))
+
+
+def plan_share(config: Config, ranks: int, link: Link, passes: float, update: float) -> Share:
+    """Of processes that share the layers by 1F1B, when one that has all of them takes so long for an update."""
+    cfg, many = config.model, config.train.micro_batches
+    ring = cfg.tied and cfg.layers > ranks
+    if cfg.kind not in ("decoder", "encoder"):
+        return Share(problem=f"model.kind = {cfg.kind!r} is not one stack of blocks")
+    if ranks + ring > cfg.layers:
+        return Share(problem=f"model.layers = {cfg.layers} cannot be divided by so many")
+    if config.parallel.data != "replicate":
+        return Share(problem="weights are divided by layers, and not once more")
+    whole = Costs(config).cut(many, 1, False)[0]
+    usual = many * (whole.forward + whole.backward)
+    costs = Costs(config, PASSES * usual / passes, UPDATE * update / whole.update)
+    schedule = Schedule("1f1b", ranks, ring, many)
+    modules = costs.cut(many, schedule.modules, ring)
+    devices = simulate(schedule, modules, costs.traffic(many, link))
+    return Share(max(d.period for d in devices), max(d.memory for d in devices), ranks)
 
 
 def simulate_row(costs: Costs, schedule: Schedule) -> Row:

@@ -38,7 +38,7 @@ from stretto.parallel.reach import Side, reach_others, reach_own
 from stretto.parallel.ring import Ring
 from stretto.parallel.sequence_costs import NETWORK, NVLINK, choose_method
 from stretto.parallel.ulysses import Ulysses
-from stretto.techniques.technique import At, Context, Estimate, Technique
+from stretto.techniques.technique import At, Context, Technique
 
 Method = Callable[[Tensor, Tensor, Tensor, Scores], Tensor]
 
@@ -211,9 +211,6 @@ class SequenceParallel(Technique):
             ),
         }
         return [reason for reason, holds in reasons.items() if holds]
-
-    def estimate(self) -> Estimate:
-        return Estimate(activations=1 / self.cfg.sequence, work=1 / self.cfg.sequence)
 
     def random_keys(self, others: Sequence[Technique]) -> tuple[int, ...]:
         """Where dropout follows a token's place in the whole batch, all processes have the same keys. Torch's kernels

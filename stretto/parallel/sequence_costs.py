@@ -24,8 +24,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from stretto.config import ModelConfig
-from stretto.memory import kv_width, mlp_widths
+from stretto.config import Config, ModelConfig
+from stretto.memory import kv_width, list_blocks, mlp_widths
 
 Method = Literal["gather", "ulysses", "ring"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -148,6 +148,36 @@ def exposed_seconds(method: str, blocks: Sequence[Pass], traffic: Traffic, link:
 class Choice:
     method: Method
     reason: str
+    waits: float = 0.0  # seconds for messages in one layer, both passes, for one sequence
+
+
+@dataclass(frozen=True)
+class Share:
+    """What becomes of a step where processes share more than the batch, for a plan (planning/layout.py)."""
+
+    seconds: float = 0.0  # of passes and update
+    memory: int = 0  # bytes at the peak; 0: what the account of a process says
+    parts: int = 1  # into which the weights are divided
+    problem: str = ""  # why it cannot be
+
+
+def plan_share(config: Config, ranks: int, link: Link, passes: float, update: float) -> Share:
+    """Of processes that share sequences, when the passes of one that has them whole take so long. Each block of
+    attention costs something besides its arithmetic."""
+    cfg, data = config.model, config.data
+    if cfg.kind == "vit":
+        return Share(problem="an image is a short sequence, and is not shared")
+    if data.layout == "padded" or data.seq_len < 2 * ranks:
+        return Share(problem="data.seq_len is too short to be shared, or batches are padded")
+    tokens = data.seq_len - data.seq_len % ranks
+    causal, many = cfg.kind == "decoder", config.train.micro_batches
+    try:
+        choice = choose_method(cfg, ranks, tokens, link, causal=causal)
+    except ValueError as error:
+        return Share(problem=str(error))
+    samples = data.max_tokens / tokens if data.task == "translation" else data.batch_size
+    layers, blocks = len(list_blocks(cfg)), {"ring": ranks, "gather": 2, "ulysses": 1}[choice.method]
+    return Share(passes / ranks + many * layers * (samples * choice.waits + BLOCK_S * blocks) + update)
 
 
 def choose_method(
@@ -173,7 +203,7 @@ def choose_method(
     sent = layer_traffic(cfg, best, ranks, tokens, keep=False).size
     waits = guesses[best][1] / times[best]
     reason = f"{best} sends {sent / 1e6:.1f} MB a layer and waits {waits:.0%} of its time on {link.name}"
-    return Choice(best, f"{reason}; {'; '.join(others)}")
+    return Choice(best, f"{reason}; {'; '.join(others)}", guesses[best][1])
 
 
 def _guess_seconds(

@@ -1,4 +1,5 @@
-"""What a run says about itself while it goes: events.jsonl, TensorBoard, and a bar or plain lines on the terminal.
+"""What a run says about itself while it goes: events.jsonl, TensorBoard, and a bar or plain lines on the terminal; and
+to W&B or MLflow if the recipe says so.
 
 One line of events.jsonl is one JSON object. Logged training steps carry `step`, `loss` and `tokens_per_s`, and what the
 guard has counted so far, updates `cancelled` and `spikes` of the gradient; evaluations carry `step` and `eval_loss`;
@@ -34,7 +35,9 @@ from stretto.errors import tell
 from stretto.files import open_in_place, open_regular, replacing
 from stretto.optim import count_state
 from stretto.plan import predict_for
+from stretto.report.loggers import Background, open_loggers
 from stretto.runtime import Runtime, count_gpu_memory, memory_gib, peak_flops, read_clock, total_memory
+from stretto.step import Update
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -55,17 +58,19 @@ class Terminal(Console):
 class Report:
     """Only the main process has a real one; the others are told to be quiet."""
 
-    def __init__(self, folder: Path, total: int, resume_at: int, active: bool) -> None:
+    def __init__(self, folder: Path, total: int, resume_at: int, active: bool, config: Config | None = None) -> None:
         self.total, self.path = total, folder / EVENTS
         self.console = Terminal(quiet=not active, highlight=False)
         self.bar: Progress | None = None
         self.file: int | None = None
         self.board: SummaryWriter | None = None
+        self.loggers: dict[str, Background] = {}
         self.lost: set[str] = set()  # what has failed
         if not active:
             return
         self.attempt(EVENTS, lambda: self._open_events(resume_at))
         self.attempt(BOARD, lambda: self._open_board(folder / BOARD, resume_at))
+        self.loggers = {} if config is None else open_loggers(folder, config, self.lose)
         if sys.stdout.isatty():
             self.bar = Progress(BarAndNumbers(), console=self.console)
             self.task = self.bar.add_task("train", total=total, completed=resume_at, numbers={})
@@ -80,6 +85,8 @@ class Report:
                 self.bar.stop()
         if self.board is not None:
             self.attempt(BOARD, self.board.close)
+        for name, logger in self.loggers.items():
+            self.attempt(name, logger.close)
         if self.file is not None:
             os.close(self.file)
 
@@ -90,9 +97,12 @@ class Report:
         try:
             write()
         except Exception as error:
-            self.lost.add(sink)
-            self.console.quiet |= sink == TERMINAL
-            tell(f"warning: {sink} failed, and is left out from now on; the run does not need it: {error}")
+            self.lose(sink, error)
+
+    def lose(self, sink: str, error: Exception) -> None:
+        self.lost.add(sink)
+        self.console.quiet |= sink == TERMINAL
+        tell(f"warning: {sink} failed, and is left out from now on; the run does not need it: {error}")
 
     def _open_events(self, resume_at: int) -> None:
         """Removes the lines of later steps: a run that is resumed does these steps again."""
@@ -109,7 +119,7 @@ class Report:
         self.board = SummaryWriter(str(folder), purge_step=resume_at + 1)
 
     def start(self, environment: dict[str, Any], *descriptions: str) -> None:
-        self.event(environment=environment)
+        self.event(environment=environment, notes=descriptions)
         for text in (environment["device"], *descriptions):
             self.say(text)
 
@@ -121,18 +131,24 @@ class Report:
             self.bar.update(self.task, completed=step)
 
     def event(self, **values: Any) -> None:
-        """Writes one line; numbers also go to TensorBoard. A line is on its way to the disk before this returns."""
+        """Writes one line; numbers also go to TensorBoard and loggers. A line is on its way to the disk before this
+        returns."""
         if self.file is not None:
             line: dict[str, Any] = {"time": read_clock()}
             for key, value in values.items():  # JSON has no NaN and no infinity
                 line[key] = None if isinstance(value, float) and not math.isfinite(value) else value
             text = json.dumps(line, allow_nan=False) + "\n"
             self.attempt(EVENTS, partial(os.write, self.file, text.encode()))
-        if self.board is not None and "step" in values:
-            group = "eval" if "eval_loss" in values else "train"
-            for key, value in values.items():
-                if key != "step" and isinstance(value, (int, float)):
-                    self.attempt(BOARD, partial(self.board.add_scalar, f"{group}/{key}", value, values["step"]))
+        if "step" in values:
+            self._draw(values.pop("step"), "eval" if "eval_loss" in values else "train", values)
+
+    def _draw(self, step: int, group: str, values: dict[str, Any]) -> None:
+        numbers = {f"{group}/{key}": value for key, value in values.items() if isinstance(value, (int, float))}
+        if self.board is not None:
+            for key, value in numbers.items():
+                self.attempt(BOARD, partial(self.board.add_scalar, key, value, step))
+        for logger in self.loggers.values():
+            logger.log(step, {key: value for key, value in numbers.items() if math.isfinite(value)})
 
     def train_line(self, values: dict[str, Any], seconds_per_step: float) -> None:
         self.event(**values)
@@ -157,16 +173,28 @@ class Report:
         words = [f"{name} {value:.4f}" for name, value in scores.items() if name not in COUNTS]
         self.say(GAP.join([f"step {step}", *words, "({} of {} batches)".format(*(scores[name] for name in COUNTS))]))
 
-    def memory_line(self, config: Config, optimizer: torch.optim.Optimizer, rt: Runtime) -> None:
+    def memory_line(self, config: Config, update: Update, rt: Runtime) -> None:
         """Writes what is in memory next to what was predicted, of one process that has the whole micro-batch."""
+        means = {} if update.average is None else {"average of weights": update.average.count_bytes()}
 
         def compare() -> None:
             known = rt.world == 1 and not config.model.own
             predicted = predict_for(config, total_memory(rt.device)) if known else {}
-            measured = count_state(optimizer) | count_gpu_memory(rt.device)
+            measured = count_state(update.optimizer) | means | count_gpu_memory(rt.device)
             self.event(memory={"measured": measured, "predicted": predicted})
 
         self.attempt("the account of memory", compare)
+
+    def finish(self, step: int, reason: str, meter: Meter) -> None:
+        """Writes that the run is over after so many steps, for a reason if these are not all."""
+        if reason:
+            self.say(reason)
+        finished: dict[str, Any] = {"steps": step} | ({"reason": reason} if reason else {})
+        if meter.steps:  # since the last line
+            meter.read()
+        if meter.total_seconds:  # else there was nothing left to do
+            finished |= {"seconds": round(meter.total_seconds, 3), "recording_s": round(meter.recording_seconds, 3)}
+        self.event(finished=finished)
 
 
 class BarAndNumbers(ProgressColumn):

@@ -27,6 +27,7 @@ from stretto.files import write_text
 from stretto.generate import sample
 from stretto.model import Decoder, build_model
 from stretto.report import COUNTS
+from stretto.report.ablation import HEAD, describe_way, read_ablation, tabulate
 from stretto.report.chart import choose_charts, draw_figure, dump_charts
 from stretto.report.history import Event, History, clock, finite, number, read_history, short, show
 from stretto.trained import load_run_config, load_trained
@@ -43,6 +44,8 @@ def write_report(folder: Path, device: torch.device, out: Path | None = None) ->
         trained = load_trained(folder, device)
         writes = isinstance(trained.model, Decoder) and trained.tokenizer is not None
         text = sample(trained, config.train.sample) if writes else ""
+        if trained.chat is not None:
+            text = f"{config.train.sample}\n\n{text}"
     return write_page(folder, dump_config(config), text, _describe(config), out)
 
 
@@ -51,13 +54,14 @@ def write_page(
 ) -> Path:
     """Writes folder/report.html from its events, at any moment of a run, and says where it is."""
     run, facts = read_run(folder), facts or {}
+    ablation = _list_ablation(folder)
     start = run.starts[0] if run.starts else {}
     return fill_page(
         out or folder / PAGE, [run],
         title=run.name,
         brief=[facts.get("model"), start.get("device"), show_date(start.get("time")), _explain_end(run)],
         headline=_headline(run),
-        sections=_sections(run, facts, config_text, sample),
+        sections=_sections(run, facts, config_text, sample, ablation),
     )  # fmt: skip
 
 
@@ -123,13 +127,15 @@ def _headline(history: History) -> str:
     return f"<dl>{''.join(cells)}</dl>" if tiles else "<p>No training lines yet.</p>"
 
 
-def _sections(history: History, facts: dict[str, Any], config_text: str, sample: str) -> Iterator[str]:
+def _sections(history: History, facts: dict[str, Any], config_text: str, sample: str, ablation: str) -> Iterator[str]:
     if sample:
         yield make_section("What the model writes", f"<pre>\n{escape(sample)}</pre>")
     if history.evaluations:
         count = len(history.evaluations)
         more = f", the last {MOST_ROWS} of {count:,}" if count > MOST_ROWS else ""
         yield make_section("Evaluations" + more, _list_evaluations(history.evaluations[-MOST_ROWS:]))
+    if ablation:
+        yield ablation
     if account := account_bytes(history.memory):
         yield make_section("Memory", account)
     if history.finished:
@@ -140,6 +146,12 @@ def _sections(history: History, facts: dict[str, Any], config_text: str, sample:
     if history.starts:
         yield make_section("Environment", _list_starts(history.starts))
     yield f"<details><summary>Configuration</summary>\n<pre>\n{escape(config_text)}</pre></details>"
+
+
+def _list_ablation(folder: Path) -> str:
+    steps, results = read_ablation(folder)
+    rows = [[escape(cell) for cell in row] for row in tabulate(results)]
+    return make_section(describe_way(steps), make_table(HEAD, rows)) if results else ""
 
 
 def _list_evaluations(evaluations: Sequence[Event]) -> str:
@@ -178,7 +190,7 @@ def _describe(config: Config) -> dict[str, Any]:
 def _explain_end(history: History) -> str:
     code = history.end.get("code")
     if history.finished or code == 0:
-        return "finished"
+        return str(history.finished.get("reason") or history.end.get("message") or "finished")
     return "not finished yet" if code is None else f"ended with code {code}: {history.end.get('message', '')}"
 
 

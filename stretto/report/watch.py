@@ -94,7 +94,7 @@ class View:
             return self.problem
         if end:
             code, message = end.get("code"), end.get("message")
-            return "finished" if code == 0 else f"ended with code {code}: {message}"
+            return (message or "finished") if code == 0 else f"ended with code {code}: {message}"
         if not history.starts and not history.training:
             return "waiting for the run to begin"
         silence = time.time() - history.latest

@@ -65,7 +65,7 @@ from stretto.ops.products import find_product
 from stretto.ops.remake import forgetting
 from stretto.optim import FlatAdamW
 from stretto.techniques.foreign import Foreign
-from stretto.techniques.technique import Context, Estimate, Sites, Technique
+from stretto.techniques.technique import Context, Sites, Technique
 
 Heads = tuple[Tensor, Tensor]  # keys and values, each [T, K, D]
 NormParts = tuple[Tensor | None, Tensor | None, float, bool]  # weight, bias, epsilon, whether it is an RMSNorm
@@ -111,12 +111,6 @@ class Fused(Technique):
                 f"weights = {weights!r} keeps bf16 weights: set train.precision to 'bf16', not {precision!r}"
             )
         return reasons
-
-    def estimate(self) -> Estimate:
-        """With torch's AdamW a weight takes 16 bytes: itself, its gradient and two moments, all in fp32."""
-        weights, gradients = {"fp32": (4, 4), "split": (4, 2), "bf16": (2, 2)}[self.cfg.weights]
-        moments = 8 if self.cfg.moments == "fp32" else 4
-        return Estimate(state=(weights + gradients + moments) / 16)
 
     def apply(self, model: nn.Module, sites: Sites) -> None:
         for role in ("stack", "block", "embedding", "head"):

@@ -34,7 +34,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -46,7 +45,7 @@ from stretto.batch import Batch, Depth, Layout, Part, Subset, dense_layout
 from stretto.config import LayerDropConfig
 from stretto.flops import tokens_per_sample
 from stretto.techniques.foreign import Foreign, Switch
-from stretto.techniques.technique import POST_NORM, SAY_STEPS, At, Context, Estimate, Sites, Technique
+from stretto.techniques.technique import POST_NORM, SAY_STEPS, At, Context, Sites, Technique
 
 LEVELS = 8  # steps of theta between 1 and its lowest value
 
@@ -58,26 +57,12 @@ def resolve_scale(cfg: LayerDropConfig, own: bool) -> Literal["branch", "update"
     return cfg.scale
 
 
-def theta_at(cfg: LayerDropConfig, step: int, total: int) -> float:
-    """Before update number `step`, counted from 0, of `total`."""
-    if cfg.schedule == "constant":
-        return cfg.theta
-    if cfg.schedule == "raptr":
-        return cfg.theta + (1 - cfg.theta) * min(step / total, 1.0)
-    return (1 - cfg.theta) * math.exp(-(cfg.gamma or 100 / total) * step) + cfg.theta
-
-
 def level_at(cfg: LayerDropConfig, step: int, total: int) -> float:
     """The level next to theta(t)."""
     if cfg.theta == 1.0:
         return 1.0
     size = (1 - cfg.theta) / LEVELS
-    return 1.0 - round((1 - theta_at(cfg, step, total)) / size) * size
-
-
-def keep_probabilities(cfg: LayerDropConfig, theta: float, num_blocks: int) -> list[float]:
-    first = 0 if cfg.index == "algorithm" else 1
-    return [1 - number / num_blocks * (1 - theta) for number in range(first, first + num_blocks)]
+    return 1.0 - round((1 - cfg.theta_at(step, total)) / size) * size
 
 
 def choose_systematically(probabilities: Sequence[float], u: float) -> list[bool]:
@@ -140,13 +125,6 @@ class LayerDrop(Technique):
             reasons.append("gate = 'sample' would need other sequences for each block, split anew: set it to 'batch'")
         return reasons
 
-    def estimate(self) -> Estimate:
-        """The share of blocks that work, on average over the steps of the run."""
-        model, steps = self.context.model, max(self.context.steps, 1)
-        num_blocks = 1 if model is None else model.layers
-        levels = [level_at(self.cfg, step, steps) for step in range(0, steps, max(steps // 100, 1))]
-        return Estimate(work=fmean(fmean(keep_probabilities(self.cfg, theta, num_blocks)) for theta in levels))
-
     def apply(self, model: nn.Module, sites: Sites) -> None:
         """There is nothing to exchange: every stack leaves out the blocks that a batch does not name."""
         self.num_blocks = {name: len(model.get_submodule(name).blocks) for name in sites["stack"]}  # type: ignore[arg-type]
@@ -156,7 +134,7 @@ class LayerDrop(Technique):
         self.num_blocks = {name: len(switches) for name, switches in self.switches.items()}
 
     def _find_problem(self, switches: Sequence[Switch]) -> str | None:
-        lowest = keep_probabilities(self.cfg, self.cfg.theta, len(switches))
+        lowest = self.cfg.keep_probabilities(self.cfg.theta, len(switches))
         if any(switch.needed and p < 1 for switch, p in zip(switches, lowest, strict=True)):
             way = f"set {self.name}.index to 'algorithm'"
             return f"its first layer makes what the others need, and cannot be left out: {way}"
@@ -165,7 +143,7 @@ class LayerDrop(Technique):
     def begin(self, step: int, share: float, scaler: torch.amp.GradScaler | None) -> None:
         """Batches of ours bring the choice along; layers of others are told."""
         for stack, switches in self.switches.items():
-            probabilities = keep_probabilities(self.cfg, self.theta(step), len(switches))
+            probabilities = self.cfg.keep_probabilities(self.theta(step), len(switches))
             works = self.draw_blocks(stack, probabilities, step)
             for number, (switch, p) in enumerate(zip(switches, probabilities, strict=True)):
                 switch.factor = 1 / p if number in works else 0.0
@@ -180,7 +158,7 @@ class LayerDrop(Technique):
             return batch
         depths = {}
         for stack, size in self.num_blocks.items():
-            probabilities = keep_probabilities(self.cfg, theta, size)
+            probabilities = self.cfg.keep_probabilities(theta, size)
             if self.cfg.gate == "batch":
                 parts, scales = self.draw_blocks(stack, probabilities, at.step), [1 / p for p in probabilities]
                 work = float(len(parts))

@@ -12,7 +12,6 @@ technique is what it overrides, and the trainer calls all hooks without knowing 
     a line is logged                    metrics, take_notes
     a run is saved and resumed          state_dict, load_state_dict, identity; saves, dump, take_part
     a trained model is loaded, written  changes_function, fold
-    a run is planned                    estimate
 
 Random choices come from (seed, step, place), never from a global generator. What is chosen by measurement is agreed on
 by all processes in `end`, and is part of the state.
@@ -77,15 +76,6 @@ class At:
     training: bool = True
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a technique changes in the needs of a run, as factors of what they are without it."""
-
-    state: float = 1.0  # bytes of weights, gradients and moments
-    activations: float = 1.0  # bytes of what the backward pass keeps
-    work: float = 1.0  # floating-point operations of a step
-
-
 class Technique:
     name: ClassVar[str]
     exact: ClassVar[bool]  # the mathematics of training stays as it is
@@ -138,9 +128,6 @@ class Technique:
     def num_kinds(self) -> int:
         """The number of kinds of updates, each with operations of its own."""
         return 1
-
-    def estimate(self) -> Estimate:
-        return Estimate()
 
     def apply(self, model: nn.Module, sites: Sites) -> None:
         """Changes a model whose parameters have no values yet. State-dict keys stay."""

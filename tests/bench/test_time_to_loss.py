@@ -25,7 +25,7 @@ from stretto.errors import ConfigError, Preempted
 from stretto.flops import training_flops
 from stretto.mesh import Mesh
 from stretto.report import read_events
-from stretto.techniques.layer_drop import keep_probabilities, level_at
+from stretto.techniques.layer_drop import level_at
 from stretto.train import complete, train
 from tests.corpora import write_corpus
 
@@ -153,7 +153,7 @@ def test_the_smaller_model_costs_what_dropping_costs(twelve_layers: tuple[Config
     dropped, smaller = vary(config, "layer_drop", data), vary(config, "smaller", data)
     drop = dropped.techniques.layer_drop
     assert drop is not None and drop.theta == theta and smaller.techniques.layer_drop is None
-    depths = [sum(keep_probabilities(drop, level_at(drop, step, 400), 12)) for step in range(400)]
+    depths = [sum(drop.keep_probabilities(level_at(drop, step, 400), 12)) for step in range(400)]
     assert abs(smaller.model.layers - np.mean(depths)) < 0.6 and smaller.model.layers < 12
     counts = data.train_batch(0).counts
     layer = training_flops(config.model, counts) - training_flops(replace(config.model, layers=11), counts)

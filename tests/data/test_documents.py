@@ -33,9 +33,9 @@ def test_folder_in_order_without_other_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"two"))
     (tmp_path / "c.md").write_text("four")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "other.csv").write_text("1,2")
+    (tmp_path / "other.log").write_text("1,2")
     assert read(tmp_path) == ["one", "two", "three", "four"]
-    assert read(tmp_path, ".csv") == ["1,2"]
+    assert read(tmp_path, ".log") == ["1,2"]
 
 
 def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_hub_from_a_local_folder(hub_folder: Path) -> None:
 def test_hub_without_text(hub_folder: Path) -> None:
     (hub_folder / "train.jsonl").write_text('{"body": "a"}\n')
     (hub_folder / "validation.jsonl").unlink()
-    with pytest.raises(DataError, match=r"data\.train = 'hf:.*no column 'text', only body"):
+    with pytest.raises(DataError, match=r"data\.train = 'hf:.*no column 'text', only 'body'"):
         open_documents("data.train", f"hf:{hub_folder}", "")
     with pytest.raises(DataError, match=r"data\.eval = 'hf:.*no split validation or test, only train"):
         open_documents("data.eval", f"hf:{hub_folder}", "")

@@ -13,8 +13,8 @@ from stretto.config import build_config
 from stretto.train import train
 from tests.corpora import write_corpus
 from tests.faults.fleet import Fleet
-from tests.faults.forks import Server as ForkServer
-from tests.faults.runs import Server
+from tests.faults.runs import Runs
+from tests.faults.server import Server
 
 Tally = Callable[[str, int], None]
 
@@ -44,10 +44,15 @@ def thorough(whole: bool) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """Starts runs in no time."""
+    """Starts processes in no time."""
     server = Server()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def runs(server: Server) -> Runs:
+    return Runs(server)
 
 
 @pytest.fixture(scope="session")
@@ -69,23 +74,15 @@ def run(trained_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
-@pytest.fixture(scope="session")
-def forks() -> Iterator[ForkServer]:
-    """Forks processes that have imported everything."""
-    server = ForkServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def fleet(forks: ForkServer, trained_run: Path, tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(forks, tmp_path, trained_run)
+def fleet(server: Server, trained_run: Path, tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(server, tmp_path, trained_run)
     yield fleet
     fleet.close()
 
 
 @pytest.fixture(scope="module")
-def fleet_of_module(forks: ForkServer, trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    fleet = Fleet(forks, tmp_path_factory.mktemp("fleet"), trained_run)
+def fleet_of_module(server: Server, trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(server, tmp_path_factory.mktemp("fleet"), trained_run)
     yield fleet
     fleet.close()

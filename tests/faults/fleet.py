@@ -1,4 +1,4 @@
-"""Runs in forked processes (forks.py), each in a copy of the folder of a small run that was saved at step 4."""
+"""Runs in forked processes (server.py), each in a copy of the folder of a small run that was saved at step 4."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from stretto.config import dump_config
 from tests.faults.configs import config_of
-from tests.faults.forks import Group, Server
+from tests.faults.server import Group, Server
 
 
 def sets(**values: Any) -> list[str]:
@@ -35,3 +35,4 @@ class Fleet:
     def close(self) -> None:
         for group in self.groups:
             group.kill()
+            group.wait()

@@ -1,13 +1,9 @@
-"""Runs of one process or several, which tests start, kill and compare: the other side of server.py."""
+"""Runs of one process or several, which tests start, kill and compare."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,65 +17,32 @@ import torch
 from stretto import checkpoint
 from stretto.config import build_config, dump_config
 from stretto.report import read_events
-from tests.distributed.processes import find_port
+from tests.faults.server import Group, Server
 from tests.runs import PATIENCE_S, change
 
-ROOT = Path(__file__).parents[2]
 EXIT = "exit.json"  # what a run writes when it ends by itself
 Tree = dict[str, Any]
 
 
-class Server:
-    """A server that forks runs (server.py)."""
+class Runs:
+    """Runs of recipes, in processes that a server forks."""
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.server"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+    def __init__(self, server: Server) -> None:
+        self.server = server
 
-    def ask(self, **request: Any) -> list[int]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        assert answer, "the server has died"
-        return json.loads(answer)
-
-    def close(self) -> None:
-        self.process.communicate(timeout=PATIENCE_S)
-
-    def start(self, recipe: Path, world: int = 1, plants: tuple[str, ...] = (), resume: bool = True) -> Started:
-        """Starts a run; its output goes to a file beside the recipe."""
-        log, argv = recipe.with_suffix(".log"), ["train", str(recipe), *(["--resume"] if resume else [])]
+    def start(self, recipe: Path, world: int = 1, plants: tuple[str, ...] = ()) -> Group:
+        """Begins a run, or goes on with it; its output goes to a file beside the recipe."""
+        log = recipe.with_suffix(".log")
         log.write_text("")
         (recipe.with_suffix("") / EXIT).unlink(missing_ok=True)  # of the run before, else a wait for this one would end
-        port = find_port() if world > 1 else 0
-        return Started(self, self.ask(world=world, port=port, argv=argv, log=str(log), plants=[*plants]), log)
+        return self.server.start(log, "train", str(recipe), "--resume", processes=world, plants=plants)
 
     def run(self, recipe: Path, world: int = 1, *plants: str) -> Path:
         """Runs to the end, which must be a good one, and returns the run folder."""
         started = self.start(recipe, world, plants)
         codes = started.wait()
-        assert codes == [0] * world, f"{codes}: {started.log.read_text()[-4000:]}"
+        assert codes == [0] * world, f"{codes}: {started.log[-4000:]}"
         return recipe.with_suffix("")
-
-
-@dataclass
-class Started:
-    """Processes that train, or did."""
-
-    server: Server
-    pids: list[int]
-    log: Path  # what they print
-
-    def wait(self) -> list[int]:
-        return self.server.ask(wait=self.pids)
-
-    def kill(self, *ranks: int) -> None:
-        """Kills these, or all of them. The server has not asked for their exit codes yet, so that no other process can
-        have their numbers, even if they have ended."""
-        for rank in ranks or range(len(self.pids)):
-            os.kill(self.pids[rank], signal.SIGKILL)
 
 
 def write_recipe(folder: Path, name: str, tree: Tree, **changes: Any) -> Path:

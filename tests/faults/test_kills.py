@@ -14,9 +14,8 @@ import pytest
 from stretto import checkpoint
 from tests.faults.conftest import Tally
 from tests.faults.runs import (
-    ROOT,
     Ending,
-    Server,
+    Runs,
     Tree,
     find_differences,
     find_leftovers,
@@ -26,6 +25,7 @@ from tests.faults.runs import (
     wait_for_steps,
     write_recipe,
 )  # fmt: skip
+from tests.faults.server import ROOT
 from tests.runs import PATIENCE_S, base, change
 
 KILLS = 100  # of each kind of run, if all are tried
@@ -58,20 +58,20 @@ def assert_undisturbed(run: Path, wanted: Ending) -> None:
 @pytest.mark.fault("K4")
 @pytest.mark.parametrize("way", WAYS)
 def test_runs_killed_again_and_again_end_with_the_same_bits(
-    server: Server, tmp_path: Path, whole: bool, tally: Tally, way: str
+    runs: Runs, tmp_path: Path, whole: bool, tally: Tally, way: str
 ) -> None:
     """A run that is done before there were enough kills is followed by another one. On a busy machine a run needs more
     time to get anywhere: about two kills of three come after something new was saved."""
     if not whole and way != "dropped":
         pytest.skip("one kind of run is killed in the quick part")
     tree, dice = make_tree(tmp_path, way, 200 if whole else 50), random.Random(way)
-    wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree)))
+    wanted = read_ending(runs.run(write_recipe(tmp_path, "undisturbed", tree)))
     kills, goal, places, longest = 0, KILLS if whole else 15, set(), 1.5
     for number in count():
         recipe, code = write_recipe(tmp_path, f"run-{number}", tree), -9
         newest: int | None = None
         while code == -9 and kills < goal:
-            started = server.start(recipe)
+            started = runs.start(recipe)
             pause(dice, 0.02, longest)
             started.kill()
             (code,) = started.wait()
@@ -79,8 +79,8 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(
             before, newest = newest, checkpoint.find_newest(tmp_path / f"run-{number}" / "checkpoints")
             longest = max(1.5, longest * (1.2 if newest == before else 0.9))
             places.add(newest)
-        assert code in (0, -9), started.log.read_text()
-        assert_undisturbed(server.run(recipe), wanted)
+        assert code in (0, -9), started.log
+        assert_undisturbed(runs.run(recipe), wanted)
         if kills == goal:
             break
     assert len(places) > 3, "hardly anything was saved before a kill"
@@ -88,12 +88,12 @@ def test_runs_killed_again_and_again_end_with_the_same_bits(
 
 
 @pytest.mark.fault("K4")
-def test_so_do_runs_that_were_not_forked(server: Server, tmp_path: Path, whole: bool, tally: Tally) -> None:
+def test_so_do_runs_that_were_not_forked(runs: Runs, tmp_path: Path, whole: bool, tally: Tally) -> None:
     """A new interpreter each time; it is killed after some steps and a bit, or while it starts."""
     if not whole:
         pytest.skip("a new interpreter takes seconds")
     tree, dice, kills = make_tree(tmp_path, "dropped", 300), random.Random(0), 10
-    wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree)))
+    wanted = read_ending(runs.run(write_recipe(tmp_path, "undisturbed", tree)))
     recipe = write_recipe(tmp_path, "run", tree)
     for number in range(kills):
         with recipe.with_suffix(".log").open("w") as log:
@@ -107,19 +107,19 @@ def test_so_do_runs_that_were_not_forked(server: Server, tmp_path: Path, whole: 
             finally:
                 process.kill()
             assert process.wait(PATIENCE_S) == -9, recipe.with_suffix(".log").read_text()
-    assert_undisturbed(server.run(recipe), wanted)
+    assert_undisturbed(runs.run(recipe), wanted)
     tally("kills", kills)
 
 
 @pytest.mark.control("K4")
 @pytest.mark.parametrize(("plant", "words"), [("forget moments", "weights"), ("forget a step", "losses")])
-def test_a_resume_that_leaves_something_out_is_seen(server: Server, tmp_path: Path, plant: str, words: str) -> None:
+def test_a_resume_that_leaves_something_out_is_seen(runs: Runs, tmp_path: Path, plant: str, words: str) -> None:
     tree = make_tree(tmp_path, "plain", 50)
-    wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree)))
+    wanted = read_ending(runs.run(write_recipe(tmp_path, "undisturbed", tree)))
     recipe = write_recipe(tmp_path, "run", tree)
-    started = server.start(recipe)
+    started = runs.start(recipe)
     wait_for_checkpoint(tmp_path / "run")
     started.kill()
     assert started.wait() == [-9]
-    differences = find_differences(server.run(recipe, 1, plant), wanted)
+    differences = find_differences(runs.run(recipe, 1, plant), wanted)
     assert any(each.startswith(words) for each in differences), differences

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.runs import Server, Tree, count_samples, find_differences, read_ending, write_recipe
+from tests.faults.runs import Runs, Tree, count_samples, find_differences, read_ending, write_recipe
 from tests.runs import base, change
 
 pytestmark = pytest.mark.dist
@@ -22,49 +22,49 @@ def make_tree(folder: Path, micro_batches: int) -> Tree:
     )  # fmt: skip
 
 
-def move(server: Server, folder: Path, tree: Tree, worlds: tuple[int, ...], *plants: str) -> Path:
+def move(runs: Runs, folder: Path, tree: Tree, worlds: tuple[int, ...], *plants: str) -> Path:
     """Takes three steps on each of these numbers of processes, and notes what they read."""
     for leg, world in enumerate(worlds, 1):
         recipe = write_recipe(folder, "moved", tree, train__steps=3 * leg)
-        run = server.run(recipe, world, f"note samples: {folder / 'moved.samples'}", *plants)
+        run = runs.run(recipe, world, f"note samples: {folder / 'moved.samples'}", *plants)
     return run
 
 
-def stay(server: Server, folder: Path, tree: Tree, steps: int) -> Path:
+def stay(runs: Runs, folder: Path, tree: Tree, steps: int) -> Path:
     """Does the same in one process and without a break."""
     recipe = write_recipe(folder, "stayed", tree, train__steps=steps)
-    return server.run(recipe, 1, f"note samples: {folder / 'stayed.samples'}")
+    return runs.run(recipe, 1, f"note samples: {folder / 'stayed.samples'}")
 
 
 @pytest.mark.fault("E1")
-def test_two_one_and_two_processes_end_with_the_bits_of_one(server: Server, tmp_path: Path) -> None:
+def test_two_one_and_two_processes_end_with_the_bits_of_one(runs: Runs, tmp_path: Path) -> None:
     """Two micro-batches have one sum, whoever adds them up."""
     tree = make_tree(tmp_path, micro_batches=2)
-    wanted = read_ending(stay(server, tmp_path, tree, 9))
-    assert find_differences(move(server, tmp_path, tree, (2, 1, 2)), wanted) == []
+    wanted = read_ending(stay(runs, tmp_path, tree, 9))
+    assert find_differences(move(runs, tmp_path, tree, (2, 1, 2)), wanted) == []
     assert count_samples(tmp_path / "moved.samples") == count_samples(tmp_path / "stayed.samples")
 
 
 @pytest.mark.fault("E1")
 @pytest.mark.parametrize("mode", ["replicate", "shard"])
 def test_a_run_moves_from_two_processes_to_one_to_two_to_four(
-    server: Server, tmp_path: Path, whole: bool, mode: str
+    runs: Runs, tmp_path: Path, whole: bool, mode: str
 ) -> None:
     """Four micro-batches are added up in another order, so losses, weights and moments differ by roundings of fp32."""
     if not whole:
         pytest.skip("four processes take long on few cores")
     tree = change(make_tree(tmp_path, micro_batches=4), parallel__data=mode)
-    wanted = read_ending(stay(server, tmp_path, tree, 12))
-    assert find_differences(move(server, tmp_path, tree, (2, 1, 2, 4)), wanted, bound=1e-6) == []
+    wanted = read_ending(stay(runs, tmp_path, tree, 12))
+    assert find_differences(move(runs, tmp_path, tree, (2, 1, 2, 4)), wanted, bound=1e-6) == []
     assert count_samples(tmp_path / "moved.samples") == count_samples(tmp_path / "stayed.samples")
     assert sum(count_samples(tmp_path / "moved.samples")[1].values()) == 16
 
 
 @pytest.mark.control("E1")
-def test_processes_that_count_by_themselves_read_other_samples(server: Server, tmp_path: Path) -> None:
+def test_processes_that_count_by_themselves_read_other_samples(runs: Runs, tmp_path: Path) -> None:
     tree = make_tree(tmp_path, micro_batches=2)
-    wanted = read_ending(stay(server, tmp_path, tree, 6))
-    assert find_differences(move(server, tmp_path, tree, (2, 1), "share by own numbers"), wanted, bound=1e-6) != []
+    wanted = read_ending(stay(runs, tmp_path, tree, 6))
+    assert find_differences(move(runs, tmp_path, tree, (2, 1), "share by own numbers"), wanted, bound=1e-6) != []
     assert count_samples(tmp_path / "moved.samples") != count_samples(tmp_path / "stayed.samples")
 
 
@@ -82,16 +82,16 @@ MISFITS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def is_refused(server: Server, folder: Path, name: str, *plants: str) -> bool:
+def is_refused(runs: Runs, folder: Path, name: str, *plants: str) -> bool:
     """Whether all processes end with exit code 3 before they read a sample, and say both numbers. The run has begun in
     one process, and stays as it is."""
     world, changes, words = MISFITS[name]
     tree = change(base(folder), train__micro_batches=1, train__steps=4, **changes)
     alone = {"train__steps": 2, "parallel__sequence": 1, "parallel__pipeline": 1}
-    run = server.run(write_recipe(folder, "run", tree, **alone))
+    run = runs.run(write_recipe(folder, "run", tree, **alone))
     before = read_ending(run)
-    started = server.start(write_recipe(folder, "run", tree), world, (f"note samples: {folder / 'samples'}", *plants))
-    codes, said = started.wait(), started.log.read_text()
+    started = runs.start(write_recipe(folder, "run", tree), world, (f"note samples: {folder / 'samples'}", *plants))
+    codes, said = started.wait(), started.log
     return (
         codes == [3] * world
         and all(word in said for word in words)
@@ -103,11 +103,11 @@ def is_refused(server: Server, folder: Path, name: str, *plants: str) -> bool:
 
 @pytest.mark.fault("E2")
 @pytest.mark.parametrize("name", MISFITS)
-def test_numbers_that_do_not_fit_are_refused_before_step_one(server: Server, tmp_path: Path, name: str) -> None:
-    assert is_refused(server, tmp_path, name), (tmp_path / "run.log").read_text()
+def test_numbers_that_do_not_fit_are_refused_before_step_one(runs: Runs, tmp_path: Path, name: str) -> None:
+    assert is_refused(runs, tmp_path, name), (tmp_path / "run.log").read_text()
 
 
 @pytest.mark.control("E2")
-def test_without_the_question_such_a_run_begins(server: Server, tmp_path: Path) -> None:
-    assert not is_refused(server, tmp_path, "few samples", "ask nothing")
+def test_without_the_question_such_a_run_begins(runs: Runs, tmp_path: Path) -> None:
+    assert not is_refused(runs, tmp_path, "few samples", "ask nothing")
     assert "cannot be shared" not in (tmp_path / "run.log").read_text()

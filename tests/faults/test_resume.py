@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults.runs import (
-    Server,
+    Runs,
     Tree,
     count_samples,
     find_differences,
@@ -57,7 +57,7 @@ QUICK = ("shard dropped", "pipelined")  # the ways that are tried in the quick p
 
 
 @pytest.mark.fault("R1")
-def test_a_run_in_pieces_is_the_whole_run(server: Server, tmp_path: Path) -> None:
+def test_a_run_in_pieces_is_the_whole_run(runs: Runs, tmp_path: Path) -> None:
     """20 steps, 10 + 10, and 7 + 6 + 7, with dropout, dropped layers, accumulation, warm-up, evaluation, and more than
     one epoch: 281 windows, 16 a step."""
     tree = change(base(tmp_path), train__steps=STEPS, train__micro_batches=2, data__batch_size=8, **DROP)
@@ -65,8 +65,8 @@ def test_a_run_in_pieces_is_the_whole_run(server: Server, tmp_path: Path) -> Non
     for name, stops in {"whole": (), "halves": (10,), "thirds": (7, 13)}.items():
         recipe, notes = write_recipe(tmp_path, name, tree), f"note samples: {tmp_path / name}.samples"
         for step in stops:
-            assert server.start(recipe, 1, (notes, f"stop after: {step}")).wait() == [75]
-        endings[name] = read_ending(server.run(recipe, 1, notes))
+            assert runs.start(recipe, 1, (notes, f"stop after: {step}")).wait() == [75]
+        endings[name] = read_ending(runs.run(recipe, 1, notes))
         assert find_differences(tmp_path / name, endings["whole"]) == []
         assert find_leftovers(tmp_path / name) == []
         assert count_samples(tmp_path / f"{name}.samples") == count_samples(tmp_path / "whole.samples")
@@ -85,28 +85,28 @@ def make_pair(folder: Path, way: str) -> Tree:
 @pytest.mark.fault("R2")
 @pytest.mark.dist
 @pytest.mark.parametrize("way", WAYS)
-def test_two_processes_in_pieces_are_the_whole_run(server: Server, tmp_path: Path, whole: bool, way: str) -> None:
+def test_two_processes_in_pieces_are_the_whole_run(runs: Runs, tmp_path: Path, whole: bool, way: str) -> None:
     """One of them is told to stop, twice."""
     if not whole and way not in QUICK:
         pytest.skip(f"the quick part tries {' and '.join(QUICK)}")
     tree = make_pair(tmp_path, way)
-    wanted = read_ending(server.run(write_recipe(tmp_path, "whole", tree), 2))
+    wanted = read_ending(runs.run(write_recipe(tmp_path, "whole", tree), 2))
     recipe = write_recipe(tmp_path, "pieces", tree)
     for step in (3, 8):
-        started = server.start(recipe, 2, (f"stop after: {step}",))
-        assert started.wait() == [75, 75], started.log.read_text()
-    assert find_differences(server.run(recipe, 2), wanted) == []
+        started = runs.start(recipe, 2, (f"stop after: {step}",))
+        assert started.wait() == [75, 75], started.log
+    assert find_differences(runs.run(recipe, 2), wanted) == []
     assert find_leftovers(tmp_path / "pieces") == []
 
 
 @pytest.mark.control("R2")
 @pytest.mark.dist
-def test_moments_that_two_processes_leave_out_are_missed(server: Server, tmp_path: Path) -> None:
+def test_moments_that_two_processes_leave_out_are_missed(runs: Runs, tmp_path: Path) -> None:
     tree = make_pair(tmp_path, "replicate")
-    wanted = read_ending(server.run(write_recipe(tmp_path, "whole", tree), 2))
+    wanted = read_ending(runs.run(write_recipe(tmp_path, "whole", tree), 2))
     recipe = write_recipe(tmp_path, "pieces", tree)
-    assert server.start(recipe, 2, ("stop after: 5",)).wait() == [75, 75]
-    differences = find_differences(server.run(recipe, 2, "forget moments"), wanted)
+    assert runs.start(recipe, 2, ("stop after: 5",)).wait() == [75, 75]
+    differences = find_differences(runs.run(recipe, 2, "forget moments"), wanted)
     assert any(each.startswith("weights") for each in differences), differences
 
 
@@ -122,12 +122,12 @@ EXACT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # off, and on
 BOUND = 1e-5
 
 
-def switch(server: Server, folder: Path, tree: Tree, name: str) -> list[str]:
+def switch(runs: Runs, folder: Path, tree: Tree, name: str) -> list[str]:
     """Seven steps without the technique, seven with it, seven without it: what is different from 21 without it."""
     off, on = EXACT[name]
-    wanted = read_ending(server.run(write_recipe(folder, "never", tree, **off)))
+    wanted = read_ending(runs.run(write_recipe(folder, "never", tree, **off)))
     for steps, changes in ((7, off), (14, on), (21, off)):
-        run = server.run(write_recipe(folder, "switched", tree, **{"train__steps": steps, **changes}))
+        run = runs.run(write_recipe(folder, "switched", tree, **{"train__steps": steps, **changes}))
     assert find_differences(run, wanted) != [], "it was on"
     return find_differences(run, wanted, BOUND)
 
@@ -142,23 +142,23 @@ def make_calm(folder: Path, dropout: float = 0.0) -> Tree:
 
 @pytest.mark.fault("R4")
 @pytest.mark.parametrize("name", EXACT)
-def test_exact_techniques_may_come_and_go(server: Server, tmp_path: Path, whole: bool, name: str) -> None:
+def test_exact_techniques_may_come_and_go(runs: Runs, tmp_path: Path, whole: bool, name: str) -> None:
     if not whole and name != "both":
         pytest.skip("the quick part tries both together")
-    assert switch(server, tmp_path, make_calm(tmp_path), name) == []
+    assert switch(runs, tmp_path, make_calm(tmp_path), name) == []
 
 
 @pytest.mark.control("R4")
-def test_other_masks_of_dropout_are_more_than_the_bound(server: Server, tmp_path: Path) -> None:
+def test_other_masks_of_dropout_are_more_than_the_bound(runs: Runs, tmp_path: Path) -> None:
     """Kernels draw others than torch."""
-    assert switch(server, tmp_path, make_calm(tmp_path, dropout=0.1), "fused") != []
+    assert switch(runs, tmp_path, make_calm(tmp_path, dropout=0.1), "fused") != []
 
 
 @pytest.mark.control("R4")
-def test_a_technique_that_renames_a_parameter_could_not(server: Server, tmp_path: Path) -> None:
+def test_a_technique_that_renames_a_parameter_could_not(runs: Runs, tmp_path: Path) -> None:
     tree = make_calm(tmp_path)
-    server.run(write_recipe(tmp_path, "run", tree, train__steps=7))
-    started = server.start(write_recipe(tmp_path, "run", tree), 1, ("rename a module",))
+    runs.run(write_recipe(tmp_path, "run", tree, train__steps=7))
+    started = runs.start(write_recipe(tmp_path, "run", tree), 1, ("rename a module",))
     assert started.wait() == [5]
-    words = started.log.read_text()
+    words = started.log
     assert "missing: decoder.blocks.0.renamed." in words and "not in the model: decoder.blocks.0.mlp." in words

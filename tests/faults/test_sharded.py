@@ -13,7 +13,7 @@ import pytest
 from tests.faults.conftest import Tally
 from tests.faults.runs import (
     Ending,
-    Server,
+    Runs,
     Tree,
     find_differences,
     find_leftovers,
@@ -52,40 +52,40 @@ def make_tree(folder: Path, way: str, steps: int) -> Tree:
     return change(tree, **WAYS[way])
 
 
-def run_and_kill(server: Server, recipe: Path, dice: random.Random, kills: int) -> Path:
+def run_and_kill(runs: Runs, recipe: Path, dice: random.Random, kills: int) -> Path:
     """Kills one process or both after some steps and a bit, or both while they start; then lets the run end."""
     for number in range(kills):
-        started = server.start(recipe, 2)
+        started = runs.start(recipe, 2)
         if number % 3 < 2:
             wait_for_steps(recipe.with_suffix(""), dice.randrange(1, 6))
         pause(dice, 0.0, 0.3)
         victims = dice.choice([(0,), (1,), (0, 1)]) if number % 3 < 2 else (0, 1)
         started.kill(*victims)
         codes = started.wait()  # those that were not killed must end by themselves
-        assert all(codes[rank] == -9 for rank in victims) and 0 not in codes, started.log.read_text()
-    return server.run(recipe, 2)
+        assert all(codes[rank] == -9 for rank in victims) and 0 not in codes, started.log
+    return runs.run(recipe, 2)
 
 
 @pytest.mark.fault("K4")
 @pytest.mark.parametrize("way", WAYS)
 def test_two_processes_killed_at_random_end_with_the_same_bits(
-    server: Server, tmp_path: Path, whole: bool, tally: Tally, way: str
+    runs: Runs, tmp_path: Path, whole: bool, tally: Tally, way: str
 ) -> None:
     if not whole and way != "every technique":
         pytest.skip("the quick part kills two processes with every technique")
     kills, tree = KILLS if whole else 2, make_tree(tmp_path, way, 80 if whole else 50)
-    wanted = read_ending(server.run(write_recipe(tmp_path, "undisturbed", tree), 2))
-    run = run_and_kill(server, write_recipe(tmp_path, "killed", tree), random.Random(way), kills)
+    wanted = read_ending(runs.run(write_recipe(tmp_path, "undisturbed", tree), 2))
+    run = run_and_kill(runs, write_recipe(tmp_path, "killed", tree), random.Random(way), kills)
     assert find_differences(run, wanted) == []
     assert find_leftovers(run) == []
     tally("kills of two processes", kills)
 
 
-def go_on(server: Server, folder: Path, tree: Tree, world: int, *plants: str) -> Ending:
+def go_on(runs: Runs, folder: Path, tree: Tree, world: int, *plants: str) -> Ending:
     """Takes two steps more than the checkpoint that two processes left, on this number of processes."""
     name = f"{world} {' '.join(plants)}"
     shutil.copytree(folder / "two", folder / name)
-    return read_ending(server.run(write_recipe(folder, name, tree, train__steps=8), world, *plants))
+    return read_ending(runs.run(write_recipe(folder, name, tree, train__steps=8), world, *plants))
 
 
 def is_near(folder: Path, wanted: Ending) -> bool:
@@ -94,19 +94,19 @@ def is_near(folder: Path, wanted: Ending) -> bool:
 
 
 @pytest.mark.fault("E1")
-def test_what_two_processes_saved_is_loaded_by_one_and_by_four(server: Server, tmp_path: Path) -> None:
+def test_what_two_processes_saved_is_loaded_by_one_and_by_four(runs: Runs, tmp_path: Path) -> None:
     tree = change(make_tree(tmp_path, "fused, lean, dropped", 6), train__micro_batches=4, optim__eps=1e-4)
-    server.run(write_recipe(tmp_path, "two", tree), 2)
-    wanted = go_on(server, tmp_path, tree, 2)
+    runs.run(write_recipe(tmp_path, "two", tree), 2)
+    wanted = go_on(runs, tmp_path, tree, 2)
     for world in (1, 4):
-        go_on(server, tmp_path, tree, world)
+        go_on(runs, tmp_path, tree, world)
         assert is_near(tmp_path / f"{world} ", wanted)
 
 
 @pytest.mark.control("E1")
-def test_moments_that_one_process_did_not_load_are_missed(server: Server, tmp_path: Path) -> None:
+def test_moments_that_one_process_did_not_load_are_missed(runs: Runs, tmp_path: Path) -> None:
     tree = change(make_tree(tmp_path, "plain", 6), optim__eps=1e-4)
-    server.run(write_recipe(tmp_path, "two", tree), 2)
-    wanted = go_on(server, tmp_path, tree, 2)
-    go_on(server, tmp_path, tree, 1, "forget moments")
+    runs.run(write_recipe(tmp_path, "two", tree), 2)
+    wanted = go_on(runs, tmp_path, tree, 2)
+    go_on(runs, tmp_path, tree, 1, "forget moments")
     assert not is_near(tmp_path / "1 forget moments", wanted)

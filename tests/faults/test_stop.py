@@ -25,7 +25,7 @@ from stretto.train import train
 from tests.faults.configs import config_of
 from tests.faults.conftest import Tally
 from tests.faults.fleet import Fleet, sets
-from tests.faults.forks import Group
+from tests.faults.server import Group
 from tests.runs import PATIENCE_S, eval_losses
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,7 +57,7 @@ WATCHER = """
 import contextlib, json, os, signal, sys, threading, time
 import torch
 from stretto import runtime, signals
-from tests.faults import forks
+from tests.faults import plants
 
 def send(numbers):
     for number, pause in numbers:
@@ -73,7 +73,7 @@ def scenario(numbers, how, before):
             if how:
                 threading.Thread(target=send, args=(numbers,), daemon=True).start()
                 if "hang" in how:
-                    forks.wait_in_library()
+                    plants.wait_in_library()
                 time.sleep(4)
             else:
                 send(numbers)
@@ -117,7 +117,7 @@ def test_signals() -> None:
 def test_without_the_watch_a_library_keeps_the_process_alive() -> None:
     """The call is one that ends by itself: only then Python hears of the signals, and takes them for one."""
     name = "int twice, in a library"
-    off = "signals.Watch.look = lambda self: None; forks.ITERATIONS = 2 * 10**7"
+    off = "signals.Watch.look = lambda self: None; plants.ITERATIONS = 2 * 10**7"
     codes, _ = watch({name: SCENARIOS[name][:2]}, off)
     assert codes[name] != SCENARIOS[name][2]
 

@@ -238,3 +238,13 @@ def test_no_weight_is_rounded_more_often_than_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Eight, "_weigh", note)
     learn(model, batch, 0)
     assert len(rounded) == 2 * 8 and all(rounded)
+
+
+def test_with_layers_that_are_left_out() -> None:
+    """What the trial of products runs is in training, where a layer that may be left out asks for the step."""
+    alone = stretto.accelerate(build("gpt2", BF16), fp8=ALL)
+    both = stretto.accelerate(build("gpt2", BF16), fp8=ALL, layer_drop={"theta": 1.0})
+    with pytest.raises(ValueError, match="layer_drop depends on the step"):
+        both(**draw("gpt2"))
+    wanted, found = (learn(model.train(), draw("gpt2"), step=0)[0] for model in (alone, both))
+    assert lines_of(both) == lines_of(alone) and torch.equal(found, wanted)

@@ -28,9 +28,9 @@ TOGETHER |= {"bart": [3, 3, 3, 2, 3, 2], "t5": [3, 3, 3, 2, 3, 2]}
 def test_linear_layers_that_are_given_one_input_make_one_product(family: str) -> None:
     model, batch, seen = accelerated(family), draw_batch(family), list[int]()
 
-    def note(x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[int]) -> tuple[Tensor, ...]:
+    def note(x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[int], **options: Any) -> tuple[Tensor, ...]:
         seen.append(len(parts))
-        return project_heads(x, weight, bias, parts)
+        return project_heads(x, weight, bias, parts, **options)
 
     with patch.object(stretto.hf.modules, "project_heads", note):
         learn(model, batch)

@@ -40,7 +40,7 @@ class Counting(Product):
 
 def mlp_of(kind: str, keep: str) -> Layer:
     key = draw_keys(torch.zeros(1), 1)[0]
-    return lambda product, t: mlp(*t, kind, 0.25, key, keep, None if product is None else (product, product))
+    return lambda product, t: mlp(*t, kind, 0.25, key, keep, (product, product))
 
 
 def heads(product: Product | None, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -49,9 +49,16 @@ def heads(product: Product | None, tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return project_heads(x, weight, bias, [2, 2, 2], cos, sin, product)
 
 
+def heads_of_three(product: Product | None, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Of a weight for queries, one for keys and one for values, whose rows make up one product."""
+    x, weight, bias = tensors[:3]
+    return project_heads(x, weight.chunk(3), bias.chunk(3), [2, 2, 2], product=product)
+
+
 LAYERS: dict[str, Layer] = {
     "linear": lambda product, t: linear(*t[:3], product),
     "heads": heads,
+    "heads_of_three": heads_of_three,
     "loss": lambda product, t: linear_cross_entropy(*t[:3], torch.arange(TOKENS), product=product),
     **{f"{kind} {keep}": mlp_of(kind, keep) for kind in ("gelu", "relu") for keep in KEEPS},
 }
@@ -79,9 +86,3 @@ def test_the_same_bits(name: str, dtype: torch.dtype) -> None:
         assert torch.allclose(one, other, rtol=0.02, atol=1e-3) if close else torch.equal(one, other)
     layers = 2 if " " in name else 1
     assert sorted(product.asked) == sorted(["out", "dx", "dweight"] * layers + ["out"] * name.endswith("input"))
-
-
-def test_one_weight_only() -> None:
-    weights = [torch.randn(8, WIDTH), torch.randn(8, WIDTH)]
-    with pytest.raises(ValueError, match="one weight, not for 2"):
-        project_heads(torch.randn(3, WIDTH), weights, None, [2, 2], product=Product())
