@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = ("The first loss", "The first Hugging Face model")
@@ -36,19 +37,18 @@ def read_commands(page: str, title: str) -> list[str]:
 
 def follow(commands: list[str], folder: Path) -> Iterator[tuple[float, str, str]]:
     """Runs them in one shell; seconds since the start, the command, and what it prints, line by line."""
-    script = "\n".join(["set -e", *(f"echo '{MARK}{command}'\n{command}" for command in commands)])
+    script = "\n".join(["set -e", *(f"echo {quote(MARK + command)}\n{command}" for command in commands)])
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     outside |= {"PIP_NO_CACHE_DIR": "1", "PYTHONUNBUFFERED": "1"}
-    shell = subprocess.Popen(
-        ["bash", "-c", script], cwd=folder, env=outside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert shell.stdout is not None
     start, command = time.monotonic(), ""
-    for line in shell.stdout:
-        if line.startswith(MARK):
-            command = line.removeprefix(MARK).strip()
-        yield time.monotonic() - start, command, line.rstrip()
-    if shell.wait():
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=folder, env=outside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as shell:
+        for line in shell.stdout or ():
+            if line.startswith(MARK):
+                command = line.removeprefix(MARK).strip()
+            yield time.monotonic() - start, command, line.rstrip()
+    if shell.returncode:
         raise SystemExit(f"{command!r} ended with code {shell.returncode}")
 
 
