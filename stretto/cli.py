@@ -63,8 +63,10 @@ def train(
         raise typer.BadParameter("a run that goes on stays as it was planned: leave it out", param_hint="--plan")
     if plan:
         from stretto.planning.search import plan_run
+        from stretto.runtime import choose_device
 
-        config, chosen = plan_run(config, int(os.environ.get("WORLD_SIZE", "1")))
+        gpu = choose_device(config.run.device).type == "cuda"
+        config, chosen = plan_run(config, int(os.environ.get("WORLD_SIZE", "1")), gpu)
         if os.environ.get("RANK", "0") == "0":
             typer.echo(chosen)
     if ablate and not config.report.ablate:

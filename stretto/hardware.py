@@ -117,13 +117,15 @@ def find_devices() -> Hardware | None:
 
 
 def read_report(report: str, visible: str | None) -> Hardware | None:
-    """Reads lines of name, MiB and watts. Where several GPUs are visible, the first one stands for all."""
+    """Reads lines of name, MiB and watts; None: there are none. The first one of several stands for all."""
     rows = [[cell.strip() for cell in line.split(",")] for line in report.splitlines() if line.count(",") == 2]
     if visible is not None:
         rows = rows[: len([part for part in visible.split(",") if part.strip() not in ("", "-1")])]
-    gpu = find_by_driver(rows[0][0]) if rows else None
-    if gpu is None:
+    if not rows:
         return None
+    gpu = find_by_driver(rows[0][0])
+    if gpu is None:
+        raise ConfigError(f"{rows[0][0]!r}, which this machine has, is not known here: name one like it by --gpu")
     mib, watts = (float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0 for cell in rows[0][1:])
     return replace(gpu, memory=int(mib * 2**20) or gpu.memory, watts=watts or gpu.watts, count=len(rows))
 

@@ -155,3 +155,12 @@ def test_a_configuration_of_a_former_version_means_what_it_meant() -> None:
     assert make(techniques={"fused": {"recompute": False}}) == make(techniques={"fused": True})
     own = {"fused": {"recompute": True}, "lean": {"mlp": "input"}}
     assert make(techniques=own) == make(techniques=own | {"fused": True})
+
+
+def test_a_model_without_logits_in_chunks_has_a_choice() -> None:
+    config = make("vit-base", 4, data={"task": "images", "batch_size": 64})
+    needs = plan.find_needs(config)
+    keep = Keep("output")
+    most = needs.predict(follow(needs.model, keep)).peak
+    found = decide(needs, Options(keep, memory=int(0.8 * most)), padded=False)
+    assert needs.predict(found).peak <= 0.8 * most and found.seconds > 0 and found.chunk == 0

@@ -45,7 +45,6 @@ SKIPPED = {
         "pipeline",
         "stretto launch -n 8",
     ): "takes eight GPUs; tests/distributed/test_pipeline.py does it with two processes",
-    ("plan", "stretto launch -n 8"): "takes eight GPUs",
     ("plan", "python -m bench.check_plan"): "tests/bench/test_check_plan.py does it",
     ("sequence", "stretto launch -n 8"): "takes eight GPUs; tests/distributed/test_sequence_train.py does it with two",
     ("several-gpus", "stretto launch -n 8"): "takes four machines",

@@ -64,7 +64,9 @@ def test_the_drivers_report_says_more_than_the_table() -> None:
     assert some is not None and some.count == 2
     limited = read_report("NVIDIA L40S, [N/A], [N/A]\n", "0")
     assert limited is not None and limited.memory == read_hardware("l40s").memory and limited.watts == 350
-    assert read_report(REPORT, "") is None and read_report("NVIDIA T400, 4096, 30\n", None) is None
+    assert read_report(REPORT, "") is None
+    with pytest.raises(ConfigError, match="'NVIDIA T400', which this machine has, is not known here"):
+        read_report("NVIDIA T400, 4096, 30\n", None)
     assert read_report("No devices were found\n", None) is None
 
 

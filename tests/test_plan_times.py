@@ -125,3 +125,6 @@ def test_a_technique_that_needs_kernels_is_not_planned_without_them() -> None:
     assert predict(without, H200).problem == "techniques.lean needs techniques.fused, which is off"
     compiled = make(techniques={"lean": True}, train={"compile": True})
     assert "train.compile = false" in predict(compiled, H200).problem and not predict(make(), H200).problem
+    recorded = make(train={"graphs": "on"}, parallel={"data": "shard"})
+    assert not predict(recorded, H200).problem
+    assert "train.graphs" in predict(recorded, replace(H200, count=2)).problem

@@ -186,6 +186,24 @@ class Lazy(Tensor):
         Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point,
     }  # functions that a shape without values can answer  # fmt: skip
 
+    own_shape: torch.Size
+    own_dtype: torch.dtype
+
+    @classmethod
+    def make(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.own_shape, made.own_dtype = shape, dtype
+        return made
+
+    # Asked for many times in each layer. Torch's own would go through `__torch_function__`.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.own_shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.own_dtype
+
     @classmethod
     def note(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The result of an operation, where it can be had without the values."""
@@ -248,7 +266,7 @@ class Pending(Lazy):
         residual: Tensor | None = None,
     ) -> Pending:
         dtype = product.dtype if residual is None else residual.dtype
-        made: Pending = Tensor._make_wrapper_subclass(cls, product.shape, dtype=dtype, device=product.device)
+        made: Pending = cls.make(product.shape, dtype, product.device)
         made.maker, made.product, made.bias, made.activation = maker, product, bias, activation
         made.p, made.key, made.residual, made.made = p, key, residual, None
         return made
@@ -376,7 +394,7 @@ class Logits(Lazy):
 
     @staticmethod
     def __new__(cls, recipe: Recipe, shape: torch.Size, dtype: torch.dtype) -> Logits:
-        made: Logits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=recipe.hidden.device)
+        made: Logits = cls.make(shape, dtype, recipe.hidden.device)
         made.recipe = recipe
         return made
 

@@ -176,7 +176,7 @@ class Recognised(nn.Module):
         return True
 
     def child(self, name: str | None) -> Any:
-        return getattr(self, name or "")
+        return self._modules[name or ""]
 
     def draw(self, x: Tensor) -> tuple[float, Tensor | None]:
         """The probability of the module's dropout, and a key for it."""
@@ -187,8 +187,10 @@ class Recognised(nn.Module):
 
 
 class OnePassNorm(Recognised):
+    weight: Tensor
+
     def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        weight: Tensor = self.child("weight")
+        weight: Tensor = self.weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(weight.device.type):
             return super(Recognised, self).forward(compute(x))  # some round to their weight's precision
         if isinstance(x, Pending):
@@ -334,7 +336,7 @@ class Together:
 
 def project_all(x: Tensor, layers: list[Any]) -> list[Tensor]:
     """The results of several linear layers, views of one product."""
-    widths = [len(layer.weight) for layer in layers]
+    widths = [layer.weight.shape[0] for layer in layers]
     size = gcd(*widths)
     while size > LARGEST_HEAD and size % 2 == 0:
         size //= 2

@@ -237,7 +237,7 @@ class _ProjectHeads(torch.autograd.Function):
         ctx.needed = ctx.needs_input_grad[-len(parameters) :]
         weights, biases = list(parameters[:count]), list(parameters[count:])
         ctx.product, ctx.num_weights = product, len(weights) if need_x else 0
-        ctx.rows, ctx.dtypes = [len(weight) for weight in weights], [t.dtype for t in parameters]
+        ctx.rows, ctx.dtypes = [weight.shape[0] for weight in weights], [t.dtype for t in parameters]
         size, rotated = sum(ctx.rows) // sum(parts), sum(parts[:ROTATED])
         kept: Kept = (x,)
         if product is None:
@@ -281,7 +281,7 @@ def project_heads(
     in that dtype."""
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [] if bias is None else [bias] if isinstance(bias, Tensor) else list(bias)
-    heads, width = sum(parts), sum(map(len, weights))
+    heads, width = sum(parts), sum([weight.shape[0] for weight in weights])
     fit = x.ndim == 2 and all(w.shape[1:] == x.shape[1:] for w in weights) and width % heads == 0
     if not fit or (biases and [b.shape for b in biases] != [w.shape[:1] for w in weights]):
         of_weights, of_biases = ([list(t.shape) for t in some] for some in (weights, biases))

@@ -25,6 +25,9 @@ from torch.utils.flop_counter import register_flop_formula
 from stretto.ops.language import INTERPRET
 
 Body = Callable[..., Any]
+# Every operation of every layer asks, and each dot takes the host a while.
+is_compiling = torch.compiler.is_compiling
+_count_modes, _find_transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
 def hash_sources(folder: Path) -> str:
@@ -93,9 +96,10 @@ class Op:
         return register
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or is_watched():
+        if is_compiling() or is_watched():
             return self.overload(*args)
-        device = find_device(args)
+        first = args[0]
+        device = first.device.type if isinstance(first, Tensor) else find_device(args)
         if device not in self.bodies:
             return self.overload(*args)
         if not self.functions or not torch.is_grad_enabled():
@@ -152,4 +156,4 @@ def find_device(args: Sequence[Any]) -> str:
 
 def is_watched() -> bool:
     """Whether operations are traced, counted or transformed: by a mode, or by torch.func."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return _count_modes() > 0 or _find_transform() is not None

@@ -203,7 +203,7 @@ def launch_forward(kernel: Any, a: Forward, *own: Any, **named: Any) -> None:
 def new_stream(branch: Tensor | None, residual: Tensor) -> Tensor:
     """An empty stream. Without a branch the residual is the stream; an op may not return its argument, so this has no
     rows."""
-    return residual.new_empty(0 if branch is None else len(residual), residual.shape[1])
+    return residual.new_empty(0 if branch is None else residual.shape[0], residual.shape[1])
 
 
 def new_gradients(
@@ -256,8 +256,8 @@ def save(
     y, stream, stats = output
     kept = y if ctx.from_output else residual if branch is None else stream
     ctx.save_for_backward(kept, stats, weight, bias if ctx.from_output or with_bias else None, key, *own)
-    ctx.tokens = len(residual)
-    ctx.branch_rows = None if branch is None or (plain and key is None) else len(branch)
+    ctx.tokens = residual.shape[0]
+    ctx.branch_rows = None if branch is None or (plain and key is None) else branch.shape[0]
     ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias, branch_bias)]
     ctx.mark_non_differentiable(*((stream, stats) if branch is None else (stats,)))
     ctx.set_materialize_grads(False)  # a result that was not used has gradient None, and costs nothing

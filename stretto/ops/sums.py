@@ -47,6 +47,6 @@ def launch_sums(partial: Tensor, totals: Sequence[Tensor]) -> None:
         lines = next_power_of_2(programs)
         columns = min(next_power_of_2(cols), max(16, 16384 // lines))
         _sum_kernel[(cdiv(cols, columns), count)](
-            partial, *(totals[min(i, count - 1)] for i in range(3)), programs, cols,
+            partial, *(*totals, *[totals[-1]] * (3 - count)), programs, cols,
             ROWS=lines, COLS=columns, num_warps=16,
         )  # fmt: skip

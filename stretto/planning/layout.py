@@ -52,13 +52,19 @@ def change(section: S, **values: Any) -> S:
 
 
 def list_parallel(base: ParallelConfig, count: int) -> Iterator[ParallelConfig]:
-    """The ways to share work over so many GPUs, the simplest first."""
-    alone = change(base, data="replicate", **dict.fromkeys(base.axes(), 1))
-    yield alone
+    """The ways to share work over so many GPUs, the recipe's own one first and then the simplest."""
+    alone = change(base, data="replicate", schedule="1f1b", **dict.fromkeys(base.axes(), 1))
     if count == 1:
+        yield alone
         return
-    yield replace(alone, data="shard")
-    for axis in base.axes():
+    found = list(list_others(alone, count))
+    yield from ([base] if base in found else [])
+    yield from (one for one in found if one != base)
+
+
+def list_others(alone: ParallelConfig, count: int) -> Iterator[ParallelConfig]:
+    yield from (alone, replace(alone, data="shard"))
+    for axis in alone.axes():
         for size in (size for size in range(2, min(count, NODE) + 1) if count % size == 0):
             yield change(alone, **{axis: size})
             yield change(alone, data="shard", **{axis: size})
@@ -88,9 +94,10 @@ def predict(config: Config, hardware: Hardware) -> Outcome:
 
 def predict_process(config: Config, hardware: Hardware, parts: int, team: int) -> Outcome:
     """Of one of the processes, which has one of `parts` of each micro-batch, in a team that shares more than those."""
-    if problem := find_obstacle(config):
-        return Outcome(problem=problem)
     cfg, size, sharded = config.model, find_size(config)[1], config.parallel.data == "shard" and hardware.count > 1
+    shared = team > 1 or sharded
+    if problem := find_obstacle(config, shared):
+        return Outcome(problem=problem)
     shards = hardware.count if sharded else 1
     whole = replace(config, parallel=change(config.parallel, **dict.fromkeys(config.parallel.axes(), 1)))
     alone, needs = (find_needs(one, size, parts, shards) for one in (whole, config))
@@ -98,7 +105,6 @@ def predict_process(config: Config, hardware: Hardware, parts: int, team: int) -
     again = any(keep.block == "input" for keep in choice.keeps)
     if again and (problem := find_problem(cfg, config.data.layout == "padded")):
         return Outcome(problem=problem)
-    shared = team > 1 or sharded
     times = find_step(config, hardware, find_work(config, size, parts), alone, choice, shared)
     share = find_share(config, hardware, parts, times) if team > 1 else Share()
     if share.problem:
@@ -110,9 +116,11 @@ def predict_process(config: Config, hardware: Hardware, parts: int, team: int) -
     return Outcome(replace(times, waits=waits), share.memory or find_memory(config, needs, choice))
 
 
-def find_obstacle(config: Config) -> str:
-    """Why a technique that is on cannot work with what else is; empty: all can."""
+def find_obstacle(config: Config, shared: bool) -> str:
+    """Why what is on cannot work with what else is; empty: all can."""
     kernels = config.techniques.find_kernels(uses_gpu(config)) is not None
+    if config.train.graphs == "on" and (shared or not kernels):
+        return "train.graphs = 'on' cannot be: 'auto' uses them where it can"
     if kernels and not config.train.compile:
         return ""
     needs = f"{KERNELS}, which is off" if not kernels else "train.compile = false"

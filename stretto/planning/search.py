@@ -19,7 +19,7 @@ from stretto.config import KEEPING, KERNELS, Config, TechniquesConfig, to_toml
 from stretto.errors import ConfigError
 from stretto.estimate import Section
 from stretto.flops import tokens_per_sample, training_flops
-from stretto.hardware import GPUS, MOST, Hardware, find_devices, make_cpu
+from stretto.hardware import GPUS, MOST, Hardware, choose_hardware
 from stretto.memory import list_blocks
 from stretto.plan import FILLED, complete_sizes, find_size, find_way, for_device
 from stretto.planning.layout import Outcome, change, list_parallel, predict
@@ -106,6 +106,10 @@ def make_plan(recipe: Config, hardware: Hardware, approximate: bool = False) -> 
     """Raises a `ConfigError` that says what would fit, where nothing does."""
     if recipe.model.own or recipe.data.own:
         raise ConfigError("a model or data of a program's own cannot be planned: a recipe does not describe them")
+    if prod(recipe.parallel.axes().values()) > 1 and recipe.parallel.schedule != "1f1b":
+        raise ConfigError(
+            f"parallel.schedule = {recipe.parallel.schedule!r} is not planned here, as its gradients are old"
+        )
     config, notes = complete_sizes(for_device(recipe, hardware.is_gpu))
     dimensions = list_dimensions(config, hardware, approximate)
     found = [one for one in list_candidates(config, hardware, dimensions) if one.fits]
@@ -113,17 +117,15 @@ def make_plan(recipe: Config, hardware: Hardware, approximate: bool = False) -> 
         raise ConfigError(explain_too_large(config, hardware, dimensions))
     found += refine(config, min(found, key=lambda one: one.seconds), dimensions)
     fastest = min(one.seconds for one in found)
-    found.sort(key=lambda one: (one.seconds > fastest * (1 + CLOSE), -one.own, one.seconds))
-    close = sum(one.seconds <= fastest * (1 + CLOSE) for one in found)
-    found[close:] = sorted(found[close:], key=lambda one: one.seconds)
+    found.sort(key=lambda one: (-one.own if one.seconds <= fastest * (1 + CLOSE) else 0, one.seconds))
     others = [] if approximate else list_forbidden(config, hardware, dimensions)
     return Plan(recipe, config, hardware, found, dimensions, others, notes)
 
 
-def plan_run(recipe: Config, processes: int) -> tuple[Config, str]:
+def plan_run(recipe: Config, processes: int, gpu: bool) -> tuple[Config, str]:
     """The recipe as it is trained best on this machine by so many processes, and a line that says what was chosen."""
-    found = find_devices() if recipe.run.device != "cpu" else None
-    plan = make_plan(recipe, replace(found or make_cpu(), count=processes))
+    hardware = choose_hardware("" if gpu else "cpu")
+    plan = make_plan(recipe, replace(hardware, count=processes))
     chosen = ", ".join(f"{key} = {words}" for key, words in plan.best.words.items() if words != OFF)
     return plan.write(plan.best), f"planned for {plan.hardware.describe()}: {chosen}"
 
@@ -139,7 +141,7 @@ def list_dimensions(config: Config, hardware: Hardware, approximate: bool) -> di
         BATCH: [Option(BATCH, str(many), partial(set_batch, many=many)) for many in list_counts(config)],
         LAYOUT: [
             Option(LAYOUT, describe_parallel(one, hardware.count), partial(set_section, name="parallel", value=one))
-            for one in list_parallel(config.parallel, hardware.count)
+            for one in (list_parallel(config.parallel, hardware.count) if hardware.is_gpu else [config.parallel])
         ],
         PRECISION: [Option(PRECISION, one, partial(set_precision, value=one)) for one in precisions],
     }
@@ -151,15 +153,14 @@ def list_dimensions(config: Config, hardware: Hardware, approximate: bool) -> di
 
 def list_technique(config: Config, hardware: Hardware, name: str, value: Any, approximate: bool) -> list[Option]:
     """The recipe's own options, and what they say themselves is worth trying. A technique that offers nothing is part
-    of what is trained, and stays as it is."""
+    of what is trained, and stays as it is; and so do all on a CPU."""
     key = f"techniques.{name}"
-    if key == KERNELS:
-        value = config.techniques.find_kernels(hardware.is_gpu)
-    kind = SECTIONS[name]
-    tried = kind.list_choices(approximate, config.model) if hardware.is_gpu else []
-    values = [value] if not tried else [*([value] if value is not None else []), None, *tried]
-    unique = [one for i, one in enumerate(values) if one not in values[:i]]
-    return [make_technique(key, one) for one in unique]
+    own = config.techniques.find_kernels(hardware.is_gpu) if key == KERNELS else value
+    tried = SECTIONS[name].list_choices(approximate, config.model) if hardware.is_gpu else []
+    if not tried:
+        return [Option(key, describe_section(own), partial(set_technique, name=name, value=value))]
+    values = [*([own] if own is not None else []), None, *tried]
+    return [make_technique(key, one) for i, one in enumerate(values) if one not in values[:i]]
 
 
 def make_technique(key: str, value: Any) -> Option:

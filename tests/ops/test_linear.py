@@ -56,7 +56,7 @@ def test_only_what_is_needed(frozen: int) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         out = linear(*args)
-    assert [t.shape for t in kept] == [args[frozen].shape]
+    assert [t.data_ptr() for t in kept] == [args[frozen].data_ptr()]
     dout = rand(*out.shape)
     (gradient,) = torch.autograd.grad(out, args[1 - frozen], dout)
     expected = dout @ args[1] if frozen == 1 else dout.t() @ args[0]
