@@ -1,11 +1,12 @@
-"""How long it takes from a clone to a loss that falls, and to a Hugging Face model that is accelerated and learns.
+"""How long it takes from a clone to a loss that falls, to a Hugging Face model that is accelerated and learns, and to
+models that learned to answer and to sort texts.
 
     python -m bench.first_minutes [--folder FOLDER]
 
-types what docs/start.md says under "The first loss" and "The first Hugging Face model" into one shell, in a new folder,
-with this checkout as the repository, and a clock. Nothing is prepared: the virtual environment is made, and packages
-are fetched from wherever pip is told to fetch them, without pip's cache. A loss falls when a line shows one that is a
-tenth below the first of its command.
+types what docs/start.md says in its first sections (SECTIONS) into one shell, in a new folder, with this checkout as
+the repository, and a clock. Nothing is prepared: the virtual environment is made, and packages are fetched from
+wherever pip is told to fetch them, without pip's cache. A loss falls when a line shows one that is a tenth below the
+first of its command.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from shlex import quote
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ("The first loss", "The first Hugging Face model")
+SECTIONS = ("The first loss", "The first Hugging Face model", "Conversations, and texts with labels")
 MARK = "first-minutes-command:"
 LOSS = re.compile(r"\bloss (\d+\.\d+)")
 FALLS = 0.9

@@ -98,7 +98,7 @@ def prepare(
     recipe: Recipe,
     override: Override = [],  # noqa: B006
 ) -> None:
-    """Tokenise the data of a recipe once, into the folder data.cache; whoever was stopped goes on where he was."""
+    """Tokenise the data of a recipe once, into the folder data.cache. After a stop, the same command goes on."""
     from stretto.recipes import load_recipe
 
     config = load_recipe(recipe, override)

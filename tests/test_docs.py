@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,6 +64,7 @@ SMALL = {
     "data.seq_len": "32", "data.batch_size": "4", "data.train": "texts", "train.steps": "4", "train.log_every": "2",
     "run.device": "cpu",
 }  # fmt: skip
+OWN_DATA = {"instruct", "classify"}  # recipes that bring small data themselves
 SHOWN = ("data.seq_len", "data.batch_size", "data.vocab", "model.vocab", "train.log_every")  # in what errors say
 # Errors that no command leads to on a machine that is in order, as they are put into words, by the section.
 UNPROVOKED: dict[str, Callable[[], object]] = {
@@ -219,6 +221,7 @@ class Reader:
             *words, _, target = words
         said = {word.partition("=")[0] for word in words}
         if "train" in words and not words[-2].startswith("runs/"):  # a run knows its own recipe
+            said |= {"data.train", "data.seq_len"} if OWN_DATA & said else set()
             words += [
                 part for key, value in self.small.items() if key not in said for part in ("--set", f"{key}={value}")
             ]
@@ -265,6 +268,7 @@ def test_what_a_page_says_can_be_typed(
 def write_files(folder: Path) -> None:
     """What readers are taken to have: texts, and the mistakes that troubleshooting.md makes."""
     write_corpus(folder / "texts", documents=400)
+    shutil.copytree(ROOT / "examples", folder / "examples")
     for name, content in {
         "short/a.txt": "Hello.\n",
         "pictures/a.png": "",

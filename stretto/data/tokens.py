@@ -9,9 +9,9 @@ A file is named after what it was made from, so a changed corpus or tokenizer ge
 trusted: opening checks every field, the size, the checksum, where documents start and the largest id. While it is
 mapped, others may still write to it or cut it short: each batch asks whether it has changed, and checks its own ids.
 
-A large corpus becomes several such files, its shards, each with a run of the documents. Whoever was stopped while he
-wrote them goes on behind the last one that is whole. Shards that were checked once, and have the size and the date that
-they had then, are not read again to be checked when they are opened; what batches check, they still do.
+A large corpus becomes several such files, its shards, each with a run of the documents. A process that was stopped
+while it wrote them goes on behind the last one that is whole. Shards that were checked once, and have the size and the
+date that they had then, are not read again to be checked when they are opened; what batches check, they still do.
 """
 
 from __future__ import annotations

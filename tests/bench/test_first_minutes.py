@@ -22,6 +22,11 @@ echo never
 ```sh
 printf 'epoch 1: loss 0.7\\nepoch 2: loss 0.6\\n'
 ```
+
+## Conversations, and texts with labels
+```sh
+true
+```
 """
 
 
