@@ -22,7 +22,8 @@ from tests.runs import base, change, eval_losses, losses
 pytestmark = pytest.mark.dist
 STEPS = 6
 WORLDS = (1, 2, 4)
-SAME = ["causal", "translation", "images", "masked", "three", "shard", "fused", "sequence"]
+SAME = ["causal", "translation", "images", "masked", "instruct", "classes", "three", "shard", "fused", "sequence"]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def trees(folder: Path) -> dict[str, dict[str, Any]]:
@@ -44,6 +45,21 @@ def trees(folder: Path) -> dict[str, dict[str, Any]]:
         "translation": translation,
         "images": images,
         "masked": change(causal, data__task="masked", model__kind="encoder"),
+        "instruct": change(
+            causal,
+            data__task="instruct",
+            data__train=str(EXAMPLES / "chat.jsonl"),
+            data__held_out=0.2,
+            data__seq_len=128,
+            model__max_len=128,
+        ),
+        "classes": change(
+            causal,
+            data__task="classification",
+            data__train=str(EXAMPLES / "questions.csv"),
+            data__held_out=0.2,
+            model__kind="encoder",
+        ),
         "three": change(causal, train__micro_batches=3),
         "shard": change(causal, parallel__data="shard"),
         "fused": change(translation, techniques__fused={}),
