@@ -332,7 +332,6 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["demo"], 2, "say what to plan: --memory or --pipeline"),
         (["demo", "--memory", "--gpu-memory", "16 parsecs"], 2, "--gpu-memory"),
         (["demo", "--memory", "--set", "data.tokenizer=other.json"], 1, "set model.vocab"),
         (["demo", "--memory", "--set", "techniques.fused=false"], 1, "set techniques.fused=true"),

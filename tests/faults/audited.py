@@ -16,6 +16,7 @@ import resource
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -128,17 +129,18 @@ def place(path: Any, folder: int | None) -> str:
 
 
 watch: Watch | None = None
+judging = threading.local()  # whether this thread is: judging opens nothing, but asks the file system
 
 
 def hook(event: str, args: tuple[Any, ...]) -> None:
-    global watch
-    if watch is None:
+    now = watch
+    if now is None or getattr(judging, "on", False):
         return
-    now, watch = watch, None  # judging opens nothing, but asks the file system
+    judging.on = True
     try:
         offence = now.find_offence(event, args)
     finally:
-        watch = now
+        judging.on = False
     if offence:
         now.seen.append(offence)
         raise Forbidden(offence)

@@ -236,7 +236,7 @@ def test_t5_in_fp16_whose_sums_are_in_fp32() -> None:
     for name, module in model.named_modules():
         if name.endswith("wo"):
             module.float()
-    batch = draw_batch("t5")
+    batch = draw_batch("t5", None)  # without padding, whose outputs are zero
     expected = model.eval()(**batch).logits
     found = stretto.accelerate(model)(**batch).logits
     assert found.dtype == expected.dtype and (found - expected).norm() < 2e-2 * expected.norm()
