@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -18,13 +17,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from stretto.convert.families import CHOICES, read_model
 from stretto.errors import ConfigError
-from stretto.estimate import Dropped, Kept, Narrow, Own, Section
+from stretto.estimate import Dropped, Kept, Narrow, Normless, Own
 from stretto.files import read_text
 from stretto.presets import PRESETS
-from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, show
+from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, read_bytes, show
 
 LOGGERS = ("wandb", "mlflow")
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)")
 
 
 @dataclass(frozen=True)
@@ -280,16 +278,22 @@ class LeanConfig(Kept):
 
     def __post_init__(self) -> None:
         _require_not_negative("techniques.lean", self, "blocks")
+        size, share = self.memory, self.memory.removesuffix("%")
+        try:
+            right = read_bytes(size) > 0 if share == size else 0.0 < float(share) <= 100.0
+        except ValueError:
+            right = not size
         _require(
-            not self.memory or _MEMORY.fullmatch(self.memory) is not None,
-            f"techniques.lean.memory = {self.memory!r} must be a number of GiB, such as '16GiB', or a share of the"
-            " GPU's memory, such as '80%'",
+            right,
+            f"techniques.lean.memory = {size!r} must be a size, such as '16GiB', or a share of the GPU's memory, such"
+            " as '80%': more than nothing, and at most all of it",
         )
-        share = read_memory(self.memory, 10**9)  # of a GPU with so many bytes
-        _require(
-            not self.memory or (share > 0 and (share <= 10**9 or not self.memory.endswith("%"))),
-            f"techniques.lean.memory = {self.memory!r} must be more than nothing, and at most all of the GPU's memory",
-        )
+
+    def read_memory(self, card: int) -> int:
+        """The bytes that `memory` allows, of a GPU with so many; 0: it sets no limit."""
+        if self.memory.endswith("%"):
+            return int(float(self.memory[:-1]) / 100 * card)
+        return read_bytes(self.memory) if self.memory else 0
 
 
 @dataclass(frozen=True)
@@ -324,7 +328,7 @@ class LayerDropConfig(Dropped):
 
 
 @dataclass(frozen=True)
-class StandardizeConfig(Section):
+class StandardizeConfig(Normless):
     # Of the loss, a mean over the former norms and over channels; the sum of the paper has this over their number.
     weight: float = 1.0
     warmup: int = 100  # steps over which the weight grows from 0; make it that of the learning rate
@@ -504,14 +508,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         apply_override(tree, override)
     return build_config(tree)
-
-
-def read_memory(value: str, card: int) -> int:
-    """The bytes that techniques.lean.memory allows, of a GPU with so many; 0: it sets no limit."""
-    found = _MEMORY.fullmatch(value)
-    if found is None:
-        return 0
-    return int(float(found[1]) * (2**30 if found[2] == "GiB" else card / 100))
 
 
 def build_config(tree: Mapping[str, Any]) -> Config:

@@ -19,7 +19,7 @@ from itertools import accumulate, product
 from math import inf
 from typing import Any
 
-from stretto.config import ModelConfig, read_memory
+from stretto.config import ModelConfig
 from stretto.memory import (
     FP32,
     Account,
@@ -112,7 +112,7 @@ def read_options(section: Any, card: int) -> Options:
     """The options of a recipe (config.py), on a GPU with so many bytes; None: everything is kept."""
     if section is None:
         return Options(Keep())
-    return Options(Keep(section.norms, section.mlp, section.qkv), section.blocks, read_memory(section.memory, card))
+    return Options(Keep(section.norms, section.mlp, section.qkv), section.blocks, section.read_memory(card))
 
 
 def decide(needs: Needs, options: Options, padded: bool) -> Choice:

@@ -14,12 +14,26 @@ from typing import Any, ClassVar, Literal, Self
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a technique changes in the time of a step."""
+    """What a technique changes in the time of a step, and where it can be."""
 
     work: float = 1.0  # share of the blocks that work, on average over a run
     # Whose products are in 8 bits, where that is faster: of no block, of those inside of a stack, or of all blocks.
     narrow: Literal["", "inside", "all"] = ""
     by_module: bool = True  # it works where a process has some of the blocks only
+    by_token: bool = True  # and where it has some of the tokens of each sequence
+    bf16: bool = False  # it needs train.precision = "bf16"
+    passes: float = math.inf  # of an update, over all processes, up to which CUDA graphs can replay it
+
+    def __and__(self, other: Estimate) -> Estimate:
+        """What both change together."""
+        return Estimate(
+            self.work * other.work,
+            max(self.narrow, other.narrow, key=("", "inside", "all").index),
+            self.by_module and other.by_module,
+            self.by_token and other.by_token,
+            self.bf16 or other.bf16,
+            min(self.passes, other.passes),
+        )
 
 
 class Section:
@@ -44,6 +58,11 @@ class Section:
 
 class Own(Section):
     """Our own kernels, and how their optimizer keeps weights and moments."""
+
+    weights: str
+
+    def estimate(self, num_blocks: int, steps: int) -> Estimate:
+        return Estimate(bf16=self.weights in ("split", "bf16"))
 
     @classmethod
     def list_choices(cls, approximate: bool, model: Any) -> list[Self]:
@@ -87,6 +106,8 @@ class Dropped(Section):
     schedule: str
     gamma: float
     index: str
+    gate: str
+    sampling: str
 
     def theta_at(self, step: int, total: int) -> float:
         """Before update number `step`, counted from 0, of `total`."""
@@ -103,11 +124,22 @@ class Dropped(Section):
     def estimate(self, num_blocks: int, steps: int) -> Estimate:
         levels = [self.theta_at(step, steps) for step in range(0, steps, max(steps // 100, 1))]
         shares = [sum(self.keep_probabilities(theta, num_blocks)) / num_blocks for theta in levels]
-        return Estimate(work=sum(shares) / len(shares))
+        whole = self.gate == "batch"  # it goes through whole blocks, and others have no gradients
+        passes = math.inf if not whole else int(self.sampling == "systematic")
+        return Estimate(sum(shares) / len(shares), by_module=whole, by_token=whole, passes=passes)
 
     @classmethod
     def list_choices(cls, approximate: bool, model: Any) -> list[Self]:
         return [cls()] if approximate and model.norm_order == "pre" else []
+
+
+class Normless(Section):
+    """A loss in place of the norms. It is a mean over those of the whole model."""
+
+    axis: str
+
+    def estimate(self, num_blocks: int, steps: int) -> Estimate:
+        return Estimate(by_module=False, by_token=self.axis == "token")
 
 
 def _make(kind: Any, **options: Any) -> Any:

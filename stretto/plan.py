@@ -5,7 +5,6 @@ Nothing here imports torch: a plan answers at once, also on a machine without a 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -28,7 +27,6 @@ LADDER = {
 FILLED = (
     0.9  # of a GPU's memory that tensors can take: the rest is the context, libraries, and what lies between tensors
 )
-UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def find_needs(config: Config, size: int = 0, parts: int = 1, shards: int = 1) -> Needs:
@@ -58,9 +56,15 @@ def uses_gpu(config: Config) -> bool:
     return config.run.device != "cpu"
 
 
+def find_precision(config: Config) -> str:
+    """That of the run, with auto resolved."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    return "bf16" if uses_gpu(config) else "fp32"
+
+
 def find_way(config: Config) -> Way:
-    gpu = uses_gpu(config)
-    precision = config.train.precision if config.train.precision != "auto" else "bf16" if gpu else "fp32"
+    gpu, precision = uses_gpu(config), find_precision(config)
     kernels = config.techniques.find_kernels(gpu)
     weights = "fp32" if kernels is None else kernels.find_weights(gpu, precision)
     moments = "fp32" if kernels is None else kernels.moments
@@ -136,14 +140,6 @@ def find_largest(config: Config, choice: Choice, limit: int) -> int:
     return low
 
 
-def read_bytes(text: str) -> int:
-    """Reads a size such as 16GiB or 80 GB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if match is None or match[2] not in UNITS or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a size: write 16GiB, or 80GB")
-    return int(float(match[1]) * UNITS[match[2]])
-
-
 def list_parts(account: Account) -> dict[str, int]:
     """The bytes of an account by role."""
     state = {"weights": account.weights, "gradients": account.gradients, "moments": account.moments}
@@ -190,8 +186,10 @@ def explain_memory(config: Config, limit: int = 0) -> Iterator[str]:
     config, notes = complete_sizes(config)
     if config.techniques.find_kernels(uses_gpu(config)) is None:
         raise ConfigError(f"{KERNELS} is off, and only what its blocks keep is known: set {KERNELS}=true")
-    if config.parallel.data != "replicate":
-        notes.append("this is the account of a process that has all weights: parallel.data is left out")
+    parallel, alone = config.parallel, replace(config.parallel, data="replicate", pipeline=1)
+    left_out = [key for key, value in vars(parallel).items() if value != getattr(alone, key)]
+    notes += [f"this is the account of a process that has all weights: parallel.{key} is left out" for key in left_out]
+    config = replace(config, parallel=alone)
     (key, size), needs, way = find_size(config), find_needs(config), find_way(config)
     choice = find_choice(config, needs, limit)
     account = needs.predict(choice)

@@ -6,6 +6,7 @@ ways of its own, is refused here, so that a configuration is either right or a `
 
 from __future__ import annotations
 
+import re
 import tomllib
 from typing import Any
 
@@ -14,6 +15,7 @@ from stretto.errors import ConfigError
 MOST_BYTES = 1 << 18  # of a recipe
 MOST_DOTS = 100  # in a line of it; the parser's time grows with the square of the parts of a key
 MOST_TOKENS = 1 << 24  # of a vocabulary: the largest have a tenth of it, and the libraries abort where memory ends
+UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 SHOWN = 200  # characters of a value in a message
 
 
@@ -36,6 +38,15 @@ def check_range(key: str, value: Any) -> Any:
     if isinstance(value, str) and ("\0" in value or is_broken(value)):
         raise ConfigError(f"{key} = {show(value)} must be UTF-8 text without NUL")
     return value
+
+
+def read_bytes(text: str) -> int:
+    """Reads a size such as 16GiB or 80 GB; a `ValueError` where it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]+)", text.strip().upper())
+    size = float(match[1]) * UNITS.get(match[2], 0) if match else 0.0
+    if not 1 <= size < 2**63:
+        raise ValueError(f"{text!r} is not a size: write 16GiB, or 80GB")
+    return int(size)
 
 
 def is_broken(text: str) -> bool:

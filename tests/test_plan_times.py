@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from stretto.config import Config, TechniquesConfig, build_config
 from stretto.estimate import Section
 from stretto.hardware import Hardware, read_hardware
+from stretto.parallel import pipeline_costs
+from stretto.parallel.sequence_costs import NVLINK
 from stretto.plan import complete_sizes, find_choice, find_needs
 from stretto.planning.layout import Outcome, predict
 from stretto.planning.search import SECTIONS
-from stretto.planning.times import PASSES, Device, Times, find_step, find_work
+from stretto.planning.times import PASSES, Device, Times, find_estimate, find_step, find_work, uses_graphs
 from stretto.techniques import load_all
+from stretto.techniques.technique import Context
+from tests.runs import explain_graphs
 
 H200 = read_hardware("h200")
 
@@ -128,3 +134,78 @@ def test_a_technique_that_needs_kernels_is_not_planned_without_them() -> None:
     recorded = make(train={"graphs": "on"}, parallel={"data": "shard"})
     assert not predict(recorded, H200).problem
     assert "train.graphs" in predict(recorded, replace(H200, count=2)).problem
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train": {"precision": "fp16"}},
+        {"train": {"precision": "fp32"}},
+        {"train": {"graphs": "off"}},
+        {"techniques": {"fused": False}},
+        {"techniques": {"layer_drop": {"schedule": "constant"}}},
+        {"techniques": {"layer_drop": {"schedule": "constant", "sampling": "bernoulli"}}},
+        {"techniques": {"layer_drop": {"schedule": "constant"}}, "train": {"micro_batches": 2}},
+        {"techniques": {"layer_drop": {"gate": "sample"}}, "train": {"micro_batches": 2}},
+    ],
+    ids=str,
+)
+def test_graphs_are_counted_with_where_a_run_may_record_them(changes: dict[str, Any]) -> None:
+    config = make(**changes)
+    refused = any("CUDA graphs: off" in note for note in explain_graphs(config)) or config.train.graphs == "off"
+    assert uses_graphs(config, H200, shared=False) == (not refused)
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        {"fused": True},
+        {"lean": True},
+        {"fp8": True},
+        {"layer_drop": True},
+        {"layer_drop": {"gate": "sample"}},
+        {"standardize": True},
+        {"standardize": {"axis": "channel"}},
+    ],
+    ids=str,
+)
+def test_a_plan_knows_where_a_technique_cannot_be(techniques: dict[str, Any]) -> None:
+    """It says what the technique itself would say of a pipeline, and of sequences that processes share."""
+    config, estimate = make(techniques=techniques), find_estimate(make(techniques=techniques))
+    (name,) = techniques
+    kind = next(cls for cls in load_all() if cls.name == name)
+    technique: Any = kind(getattr(config.techniques, name), Context(config.model, torch.device("cpu"), "bf16"))
+    assert estimate.by_module == (not technique.why_not_by_module())
+    shared: Any = SimpleNamespace(splits_sequences=True, asks_products=True, keeps_as_told=True)
+    assert estimate.by_token == (not technique.check([shared]))
+    assert predict(config, replace(H200, count=2)).problem == ""
+    for axis, knows in (("pipeline", estimate.by_module), ("sequence", estimate.by_token)):
+        found = predict(replace(config, parallel=replace(config.parallel, **{axis: 2})), replace(H200, count=2))
+        assert bool(found.problem) == (not knows), found.problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"precision": "fp16"}}, "fp16 adjusts its loss scale"),
+        ({"techniques": {"fused": False}, "train": {"compile": True}}, "set train.compile to false"),
+        ({"techniques": {"fused": False}, "model": {"dropout": 0.1}}, "torch draws what is dropped"),
+        ({"parallel": {"cuts": [3, 2]}}, "growing numbers"),
+        ({"model": {"attention_dropout": 0.1, "window": 64}}, "cannot be drawn again"),
+    ],
+)
+def test_a_pipeline_that_a_run_would_refuse_is_not_planned(changes: dict[str, Any], words: str) -> None:
+    config = make(**changes)
+    cut = replace(config, parallel=replace(config.parallel, pipeline=2))
+    assert words in predict(cut, replace(H200, count=2)).problem
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_pipeline_of_many_micro_batches_is_not_walked_through(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the same time and memory as if each of them were."""
+    config = make(data={"batch_size": 2}, train={"micro_batches": 60}, parallel={"pipeline": ranks})
+    found = pipeline_costs.plan_share(config, ranks, NVLINK, 1.0, 0.01)
+    monkeypatch.setattr(pipeline_costs, "STEADY", 60)
+    walked = pipeline_costs.plan_share(config, ranks, NVLINK, 1.0, 0.01)
+    assert found.seconds == pytest.approx(walked.seconds, rel=1e-6) and found.memory == walked.memory

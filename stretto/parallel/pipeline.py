@@ -32,21 +32,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.checkpoint import Stored
-from stretto.config import KERNELS, Config, ModelConfig, OptimConfig, ParallelConfig
-from stretto.dial import find_problem
+from stretto.config import Config, OptimConfig, ParallelConfig
 from stretto.execute import Executor
 from stretto.model import Chain, Model
 from stretto.parallel.passes import Pipelined
+from stretto.parallel.pipeline_costs import is_ring, list_reasons
 from stretto.parallel.schedule import Schedule
 from stretto.parallel.stages import cut, find_spans
 from stretto.runtime import Runtime
 from stretto.step import Update
 from stretto.techniques.technique import Context, Sites, Technique
-
-
-def is_ring(cfg: ParallelConfig, model: ModelConfig) -> bool:
-    fits = model.layers > cfg.pipeline
-    return cfg.placement == "ring" or (cfg.placement == "auto" and model.tied and cfg.pipeline > 1 and fits)
 
 
 class Pipeline(Technique):
@@ -87,35 +82,14 @@ class Pipeline(Technique):
     def check(self, others: Sequence[Technique]) -> list[str]:
         cfg, model, context, schedule = self.cfg, self.context.model, self.context, self.schedule
         assert model is not None
-        modules, size = schedule.modules, self.size
-        drops = model.dropout or model.attention_dropout or model.activation_dropout
-        wanted = modules - 1
-        reasons = {
-            f"model.kind = {model.kind!r} is not one stack of blocks over tokens: leave out parallel.pipeline": (
-                model.kind not in ("decoder", "encoder")
-            ),
-            f"{modules} parts ({'ring' if schedule.ring else 'linear'}) need as many blocks, and model.layers ="
-            f" {model.layers}: lower parallel.pipeline": model.layers < modules,
-            f"cuts = {list(cfg.cuts)} has to be {wanted} growing numbers from 1 to {model.layers - 1}": bool(cfg.cuts)
-            and (len(cfg.cuts) != wanted or sorted({0, *cfg.cuts, model.layers}) != [0, *cfg.cuts, model.layers]),
-            f"schedule = '2bw' needs {modules} micro-batches or more for each update and process, and there are"
-            f" {size}: raise train.micro_batches": cfg.schedule == "2bw" and size < modules,
-            "placement = 'ring' needs two processes or more": cfg.placement == "ring" and cfg.pipeline < 2,
-            "fp16 adjusts its loss scale by updates that are over: set train.precision to 'bf16'": (
-                context.precision == "fp16"
-            ),
-            "torch.compile would compile every version of the weights again: set train.compile to false": (
-                context.compiled
-            ),
-            "weights are split over processes by layers, and not once more: set parallel.data to 'replicate'": (
-                context.sharded
-            ),
-            f"torch draws what is dropped in the order in which layers run: set {KERNELS} to true, or all dropout to"
-            " 0": bool(drops) and not any(other.drops_by_place for other in others),
-        }
-        found = [reason for reason, holds in reasons.items() if holds]
-        if problem := find_problem(model, context.padded):
-            found.append(problem)
+        by_place = any(other.drops_by_place for other in others)
+        facts = context.precision, context.compiled, context.sharded, context.padded, by_place
+        found = list_reasons(cfg, model, schedule, *facts)
+        if cfg.schedule == "2bw" and self.size < schedule.modules:
+            found.append(
+                f"schedule = '2bw' needs {schedule.modules} micro-batches or more for each update and process, and"
+                f" there are {self.size}: raise train.micro_batches"
+            )
         return found + [f"{other.key}: {why}" for other in others if (why := other.why_not_by_module())]
 
     def apply(self, model: nn.Module, sites: Sites) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from stretto.config import Config
+from stretto.config import KERNELS, Config, ModelConfig, ParallelConfig
+from stretto.dial import find_problem
 from stretto.errors import ConfigError
 from stretto.memory import (
     GRADIENT_BYTES,
@@ -36,7 +37,16 @@ from stretto.parallel.simulate import (
     find_zero_bubble_period,
     simulate,
 )
-from stretto.plan import complete_sizes, find_choice, find_load, find_needs, find_size, find_way
+from stretto.plan import (
+    complete_sizes,
+    find_choice,
+    find_load,
+    find_needs,
+    find_precision,
+    find_size,
+    find_way,
+    uses_gpu,
+)
 
 # Of an H200: gpt2_medium_16x1024 in docs/results.md has an MFU of 50.5% in 74.6 ms, 2.6 ms of them for the update of
 # 354.9M parameters (989 TFLOP/s is the chip's peak).
@@ -44,6 +54,7 @@ PASSES = 0.505 * 989e12 * 74.6 / (74.6 - 2.6)  # FLOP/s of forward and backward 
 UPDATE = 2.6e-3 / 354.9e6  # seconds for each parameter
 LINKS = (NVLINK, NETWORK, Link("PCIe, 12 GB/s", 12e9, 1e-5))
 DEVICES = (2, 3, 4, 8, 16)
+STEADY = 4  # micro-batches for each module, from which on one more always takes the same time
 ORDERS = ("ouroboros", "pipelined", "2bw", "1f1b")
 
 
@@ -160,21 +171,57 @@ def list_rows(costs: Costs) -> Iterator[Row]:
 
 def plan_share(config: Config, ranks: int, link: Link, passes: float, update: float) -> Share:
     """Of processes that share the layers by 1F1B, when one that has all of them takes so long for an update."""
-    cfg, many = config.model, config.train.micro_batches
-    ring = cfg.tied and cfg.layers > ranks
-    if cfg.kind not in ("decoder", "encoder"):
-        return Share(problem=f"model.kind = {cfg.kind!r} is not one stack of blocks")
-    if ranks + ring > cfg.layers:
-        return Share(problem=f"model.layers = {cfg.layers} cannot be divided by so many")
-    if config.parallel.data != "replicate":
-        return Share(problem="weights are divided by layers, and not once more")
+    parallel, many, padded = config.parallel, config.train.micro_batches, config.data.layout == "padded"
+    ring, by_place = is_ring(parallel, config.model), config.techniques.find_kernels(uses_gpu(config)) is not None
+    schedule, sharded = Schedule("1f1b", ranks, ring, many), parallel.data != "replicate"
+    facts = find_precision(config), config.train.compile, sharded, padded, by_place
+    if reasons := list_reasons(parallel, config.model, schedule, *facts):
+        return Share(problem="; ".join(reasons))
     whole = Costs(config).cut(many, 1, False)[0]
     usual = many * (whole.forward + whole.backward)
     costs = Costs(config, PASSES * usual / passes, UPDATE * update / whole.update)
-    schedule = Schedule("1f1b", ranks, ring, many)
-    modules = costs.cut(many, schedule.modules, ring)
-    devices = simulate(schedule, modules, costs.traffic(many, link))
-    return Share(max(d.period for d in devices), max(d.memory for d in devices), ranks)
+    modules, traffic = costs.cut(many, schedule.modules, ring), costs.traffic(many, link)
+
+    def find(micro_batches: int) -> tuple[float, int]:
+        devices = simulate(Schedule("1f1b", ranks, ring, micro_batches), modules, traffic)
+        return max(d.period for d in devices), max(d.memory for d in devices)
+
+    few = min(many, STEADY * schedule.modules)
+    seconds, memory = find(few)
+    if few < many:
+        seconds += (many - few) * (seconds - find(few - 1)[0])
+    return Share(seconds, memory, ranks)
+
+
+def is_ring(cfg: ParallelConfig, model: ModelConfig) -> bool:
+    fits = model.layers > cfg.pipeline
+    return cfg.placement == "ring" or (cfg.placement == "auto" and model.tied and cfg.pipeline > 1 and fits)
+
+
+def list_reasons(
+    cfg: ParallelConfig, model: ModelConfig, schedule: Schedule, precision: str, compiled: bool, sharded: bool,
+    padded: bool, drops_by_place: bool,
+) -> list[str]:  # fmt: skip
+    """Why a model cannot be cut as a recipe says."""
+    modules, wanted = schedule.modules, schedule.modules - 1
+    drops = model.dropout or model.attention_dropout or model.activation_dropout
+    reasons = {
+        f"model.kind = {model.kind!r} is not one stack of blocks over tokens: leave out parallel.pipeline": (
+            model.kind not in ("decoder", "encoder")
+        ),
+        f"{modules} parts ({'ring' if schedule.ring else 'linear'}) need as many blocks, and model.layers ="
+        f" {model.layers}: lower parallel.pipeline": model.layers < modules,
+        f"cuts = {list(cfg.cuts)} has to be {wanted} growing numbers from 1 to {model.layers - 1}": bool(cfg.cuts)
+        and (len(cfg.cuts) != wanted or sorted({0, *cfg.cuts, model.layers}) != [0, *cfg.cuts, model.layers]),
+        "placement = 'ring' needs two processes or more": cfg.placement == "ring" and cfg.pipeline < 2,
+        "fp16 adjusts its loss scale by updates that are over: set train.precision to 'bf16'": precision == "fp16",
+        "torch.compile would compile every version of the weights again: set train.compile to false": compiled,
+        "weights are split over processes by layers, and not once more: set parallel.data to 'replicate'": sharded,
+        f"torch draws what is dropped in the order in which layers run: set {KERNELS} to true, or all dropout to"
+        " 0": bool(drops) and not drops_by_place,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    return [*found, problem] if (problem := find_problem(model, padded)) else found
 
 
 def simulate_row(costs: Costs, schedule: Schedule) -> Row:

@@ -36,7 +36,7 @@ from stretto.parallel.layouts import Cut, cut, split
 from stretto.parallel.partial import Scores
 from stretto.parallel.reach import Side, reach_others, reach_own
 from stretto.parallel.ring import Ring
-from stretto.parallel.sequence_costs import NETWORK, NVLINK, choose_method
+from stretto.parallel.sequence_costs import NETWORK, NVLINK, choose_method, list_reasons
 from stretto.parallel.ulysses import Ulysses
 from stretto.techniques.technique import At, Context, Technique
 
@@ -191,26 +191,7 @@ class SequenceParallel(Technique):
         return "parallel.sequence"
 
     def check(self, others: Sequence[Technique]) -> list[str]:
-        cfg, model, tokens = self.cfg, self.split.model, self.context.seq_len
-        kv_heads = model.kv_heads or model.heads
-        reasons = {
-            "an image is a short sequence, and is not split; leave out parallel.sequence": model.kind == "vit",
-            "padding would be split too: set data.layout to 'packed'": self.context.padded,
-            f"less than two tokens of data.seq_len = {tokens} are left to a process: lower parallel.sequence, or raise"
-            " data.seq_len": tokens < 2 * cfg.sequence,
-            f"sequence_method = 'ulysses' shares key/value heads out, and {cfg.sequence} processes cannot share"
-            f" {kv_heads}: make parallel.sequence a divisor of it, or use 'gather'": (
-                cfg.sequence_method == "ulysses" and kv_heads % cfg.sequence > 0
-            ),
-            "sequence_method = 'ulysses' drops no attention probabilities: set model.attention_dropout to 0, or use"
-            " 'gather'": cfg.sequence_method == "ulysses" and model.attention_dropout > 0.0,
-            "sequence_method = 'ring' knows no window (model.window), of which it would send far more than is seen:"
-            " use 'gather'": cfg.sequence_method == "ring" and model.window > 0,
-            f"sequence_heads = {cfg.sequence_heads} does not divide the model's {kv_heads} key/value heads": (
-                cfg.sequence_heads > 0 and kv_heads % cfg.sequence_heads > 0
-            ),
-        }
-        return [reason for reason, holds in reasons.items() if holds]
+        return list_reasons(self.cfg, self.split.model, self.context.seq_len, self.context.padded)
 
     def random_keys(self, others: Sequence[Technique]) -> tuple[int, ...]:
         """Where dropout follows a token's place in the whole batch, all processes have the same keys. Torch's kernels

@@ -24,11 +24,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from stretto.config import Config, ModelConfig
+from stretto.config import Config, ModelConfig, ParallelConfig
 from stretto.memory import kv_width, list_blocks, mlp_widths
 
 Method = Literal["gather", "ulysses", "ring"]
 METHODS: tuple[Method, ...] = get_args(Method)
+RATE = 400e12  # FLOP/s of the arithmetic between messages
 WORTH = 1.05  # least speed-up for which another method replaces gathering, which knows all masks and head counts
 
 # What attention in blocks costs besides its arithmetic, in both passes, on an H200 (docs/scaling.md).
@@ -148,7 +149,6 @@ def exposed_seconds(method: str, blocks: Sequence[Pass], traffic: Traffic, link:
 class Choice:
     method: Method
     reason: str
-    waits: float = 0.0  # seconds for messages in one layer, both passes, for one sequence
 
 
 @dataclass(frozen=True)
@@ -164,24 +164,43 @@ class Share:
 def plan_share(config: Config, ranks: int, link: Link, passes: float, update: float) -> Share:
     """Of processes that share sequences, when the passes of one that has them whole take so long. Each block of
     attention costs something besides its arithmetic."""
-    cfg, data = config.model, config.data
-    if cfg.kind == "vit":
-        return Share(problem="an image is a short sequence, and is not shared")
-    if data.layout == "padded" or data.seq_len < 2 * ranks:
-        return Share(problem="data.seq_len is too short to be shared, or batches are padded")
-    tokens = data.seq_len - data.seq_len % ranks
-    causal, many = cfg.kind == "decoder", config.train.micro_batches
-    try:
-        choice = choose_method(cfg, ranks, tokens, link, causal=causal)
-    except ValueError as error:
-        return Share(problem=str(error))
+    cfg, data, many = config.model, config.data, config.train.micro_batches
+    if reasons := list_reasons(config.parallel, cfg, data.seq_len, data.layout == "padded"):
+        return Share(problem="; ".join(reasons))
+    tokens = -(-data.seq_len // ranks) * ranks
+    said, causal = config.parallel.sequence_method, cfg.kind != "encoder"
+    method = choose_method(cfg, ranks, tokens, link, causal=causal).method if said == "auto" else said
+    _, waits = _guess_seconds(cfg, method, ranks, tokens, link, RATE, causal)  # of one layer and sequence
     samples = data.max_tokens / tokens if data.task == "translation" else data.batch_size
-    layers, blocks = len(list_blocks(cfg)), {"ring": ranks, "gather": 2, "ulysses": 1}[choice.method]
-    return Share(passes / ranks + many * layers * (samples * choice.waits + BLOCK_S * blocks) + update)
+    layers, blocks = len(list_blocks(cfg)), {"ring": ranks, "gather": 2, "ulysses": 1}[method]
+    return Share(passes / ranks + many * layers * (samples * waits + BLOCK_S * blocks) + update)
+
+
+def list_reasons(cfg: ParallelConfig, model: ModelConfig, tokens: int, padded: bool) -> list[str]:
+    """Why sequences of so many tokens cannot be shared as a recipe says."""
+    method, kv_heads = cfg.sequence_method, model.kv_heads or model.heads
+    reasons = {
+        "an image is a short sequence, and is not split; leave out parallel.sequence": model.kind == "vit",
+        "padding would be split too: set data.layout to 'packed'": padded,
+        f"less than two tokens of data.seq_len = {tokens} are left to a process: lower parallel.sequence, or raise"
+        " data.seq_len": tokens < 2 * cfg.sequence,
+        f"sequence_method = 'ulysses' shares key/value heads out, and {cfg.sequence} processes cannot share"
+        f" {kv_heads}: make parallel.sequence a divisor of it, or use 'gather'": (
+            method == "ulysses" and kv_heads % cfg.sequence > 0
+        ),
+        "sequence_method = 'ulysses' drops no attention probabilities: set model.attention_dropout to 0, or use"
+        " 'gather'": method == "ulysses" and model.attention_dropout > 0.0,
+        "sequence_method = 'ring' knows no window (model.window), of which it would send far more than is seen:"
+        " use 'gather'": method == "ring" and model.window > 0,
+        f"sequence_heads = {cfg.sequence_heads} does not divide the model's {kv_heads} key/value heads": (
+            cfg.sequence_heads > 0 and kv_heads % cfg.sequence_heads > 0
+        ),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def choose_method(
-    cfg: ModelConfig, ranks: int, tokens: int, link: Link, flops: float = 400e12, causal: bool = True
+    cfg: ModelConfig, ranks: int, tokens: int, link: Link, flops: float = RATE, causal: bool = True
 ) -> Choice:
     """Chooses the fastest method for one layer at this rate of arithmetic, or `gather` if it is nearly as fast."""
     guesses = {method: _guess_seconds(cfg, method, ranks, tokens, link, flops, causal) for method in METHODS}
@@ -203,7 +222,7 @@ def choose_method(
     sent = layer_traffic(cfg, best, ranks, tokens, keep=False).size
     waits = guesses[best][1] / times[best]
     reason = f"{best} sends {sent / 1e6:.1f} MB a layer and waits {waits:.0%} of its time on {link.name}"
-    return Choice(best, f"{reason}; {'; '.join(others)}", guesses[best][1])
+    return Choice(best, f"{reason}; {'; '.join(others)}")
 
 
 def _guess_seconds(

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 
 from stretto.config import KERNELS, Config, ParallelConfig
 from stretto.dial import Choice, Needs, find_problem
-from stretto.errors import ConfigError
 from stretto.hardware import NETWORK, NODE, Hardware
 from stretto.memory import GRADIENT_BYTES, count_block_parameters, count_parameters, list_blocks
 from stretto.parallel.sequence_costs import Link, Share
-from stretto.plan import find_choice, find_needs, find_size, uses_gpu
+from stretto.plan import find_choice, find_needs, find_precision, find_size, uses_gpu
 from stretto.planning.times import Times, find_estimate, find_step, find_work, uses_graphs
 
 REACHED = 0.75  # of a link
@@ -51,19 +50,23 @@ def change(section: S, **values: Any) -> S:
     return replace(section, **values)  # type: ignore[type-var]
 
 
-def list_parallel(base: ParallelConfig, count: int) -> Iterator[ParallelConfig]:
-    """The ways to share work over so many GPUs, the recipe's own one first and then the simplest."""
-    alone = change(base, data="replicate", schedule="1f1b", **dict.fromkeys(base.axes(), 1))
-    if count == 1:
-        yield alone
+def list_parallel(base: ParallelConfig, hardware: Hardware) -> Iterator[ParallelConfig]:
+    """The ways to share work over several GPUs, the recipe's own one first and then the simplest. On CPUs that is the
+    recipe's."""
+    count = hardware.count
+    if count > 1 and not hardware.is_gpu:
+        yield base
         return
-    found = list(list_others(alone, count))
-    yield from ([base] if base in found else [])
-    yield from (one for one in found if one != base)
+    alone = change(base, data="replicate", schedule="1f1b", cuts=(), **dict.fromkeys(base.axes(), 1))
+    found, plain = list(list_others(alone, count)), change(base, schedule="1f1b", cuts=())
+    yield from ([base] if plain in found else [])
+    yield from (one for one in found if one != plain)
 
 
 def list_others(alone: ParallelConfig, count: int) -> Iterator[ParallelConfig]:
-    yield from (alone, replace(alone, data="shard"))
+    yield alone
+    if count > 1:
+        yield replace(alone, data="shard")
     for axis in alone.axes():
         for size in (size for size in range(2, min(count, NODE) + 1) if count % size == 0):
             yield change(alone, **{axis: size})
@@ -86,17 +89,14 @@ def predict(config: Config, hardware: Hardware) -> Outcome:
     if count % team or samples < parts:
         return Outcome(problem=f"{many} x {samples} samples cannot be dealt out to {count} GPUs, {team} for each")
     own = replace(config, train=replace(config.train, micro_batches=many // groups))
-    try:
-        return predict_process(own, hardware, parts, team)
-    except ConfigError as error:
-        return Outcome(problem=str(error))
+    return predict_process(own, hardware, parts, team)
 
 
 def predict_process(config: Config, hardware: Hardware, parts: int, team: int) -> Outcome:
     """Of one of the processes, which has one of `parts` of each micro-batch, in a team that shares more than those."""
     cfg, size, sharded = config.model, find_size(config)[1], config.parallel.data == "shard" and hardware.count > 1
     shared = team > 1 or sharded
-    if problem := find_obstacle(config, shared):
+    if problem := find_obstacle(config, hardware, shared):
         return Outcome(problem=problem)
     shards = hardware.count if sharded else 1
     whole = replace(config, parallel=change(config.parallel, **dict.fromkeys(config.parallel.axes(), 1)))
@@ -116,11 +116,14 @@ def predict_process(config: Config, hardware: Hardware, parts: int, team: int) -
     return Outcome(replace(times, waits=waits), share.memory or find_memory(config, needs, choice))
 
 
-def find_obstacle(config: Config, shared: bool) -> str:
+def find_obstacle(config: Config, hardware: Hardware, shared: bool) -> str:
     """Why what is on cannot work with what else is; empty: all can."""
-    kernels = config.techniques.find_kernels(uses_gpu(config)) is not None
-    if config.train.graphs == "on" and (shared or not kernels):
+    kernels, estimate = config.techniques.find_kernels(uses_gpu(config)) is not None, find_estimate(config)
+    if config.train.graphs == "on" and not uses_graphs(config, hardware, shared):
         return "train.graphs = 'on' cannot be: 'auto' uses them where it can"
+    eight = estimate.narrow == "all" or (estimate.narrow and hardware.fp8 > 0)
+    if (estimate.bf16 or eight) and (precision := find_precision(config)) != "bf16":
+        return f"a technique needs train.precision = 'bf16', and it is {precision!r}"
     if kernels and not config.train.compile:
         return ""
     needs = f"{KERNELS}, which is off" if not kernels else "train.compile = false"
@@ -136,8 +139,11 @@ def find_share(config: Config, hardware: Hardware, parts: int, times: Times) -> 
     (axis, ranks), (key, size) = taken[0], find_size(config)
     own = replace(config, data=change(config.data, **{key: -(-size // parts)}))
     share: Share = COSTS[axis].plan_share(own, ranks, find_link(hardware, ranks), times.passes, times.update)
-    if share.parts > 1 and not find_estimate(config).by_module:
+    estimate = find_estimate(config)
+    if share.parts > 1 and not estimate.by_module:
         return Share(problem="a technique needs all blocks in one process")
+    if axis not in config.parallel.find_repeated() and not estimate.by_token:
+        return Share(problem="a technique needs whole sequences in one process")
     return share
 
 

@@ -14,7 +14,10 @@ they were set by, and how far the times of other workloads are off. On other GPU
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 
 from stretto.config import Config, ModelConfig
 from stretto.dial import Choice, Needs, seconds_again
@@ -32,7 +35,7 @@ from stretto.memory import (
     list_blocks,
     mlp_widths,
 )
-from stretto.plan import find_load, find_way, uses_gpu
+from stretto.plan import find_load, find_precision, find_way, uses_gpu
 
 PRODUCTS, PRODUCTS8 = 0.77, 0.61  # of the peak in 16 bits, and of that in 8 bits
 FACTORS = 0.3  # share of the bytes of a product's factors whose time is not hidden behind its arithmetic
@@ -170,11 +173,8 @@ class Device:
 def find_estimate(config: Config) -> Estimate:
     """What all techniques that are on change together."""
     on = [value for value in vars(config.techniques).values() if isinstance(value, Section)]
-    found = [section.estimate(config.model.layers, config.train.steps) for section in on]
-    work, narrow = 1.0, ""
-    for each in found:
-        work, narrow = work * each.work, max(narrow, each.narrow, key=("", "inside", "all").index)
-    return Estimate(work, narrow, all(each.by_module for each in found))  # type: ignore[arg-type]
+    found = (section.estimate(config.model.layers, config.train.steps) for section in on)
+    return reduce(and_, found, Estimate())
 
 
 def find_passes(config: Config, hardware: Hardware, work: Work) -> Times:
@@ -184,7 +184,8 @@ def find_passes(config: Config, hardware: Hardware, work: Work) -> Times:
     stacks = [stack for stack, _ in blocks]
     ends = {i for stack in set(stacks) for i in (stacks.index(stack), len(stacks) - 1 - stacks[::-1].index(stack))}
     narrow = [estimate.narrow == "all" or (estimate.narrow == "inside" and i not in ends) for i in range(len(blocks))]
-    each = [find_block(cfg, device, work, cross, eight) for (_, cross), eight in zip(blocks, narrow, strict=True)]
+    kinds = Counter((cross, eight) for (_, cross), eight in zip(blocks, narrow, strict=True))
+    each = [[many * t for t in find_block(cfg, device, work, *kind)] for kind, many in kinds.items()]
     products, attention, rest = (estimate.work * sum(times) for times in zip(*each, strict=True))
     tokens = samples * work.tokens + work.source_tokens
     rest += device.move(EMBEDDING * tokens * cfg.width * device.element, 8)
@@ -247,15 +248,20 @@ def find_update(config: Config, hardware: Hardware, way: Way) -> float:
 def find_again(needs: Needs, choice: Choice, hardware: Hardware) -> float:
     """Seconds to make again what a micro-batch does not keep. dial.py reckons with one GPU, an H200."""
     load, cfg = needs.load, needs.model
-    blocks = zip(list_blocks(cfg), choice.keeps, strict=True)
-    sums = (load.count_tokens(cross) * seconds_again(cfg, keep, cross, load.longest) for (_, cross), keep in blocks)
+    kinds = Counter((cross, keep) for (_, cross), keep in zip(list_blocks(cfg), choice.keeps, strict=True))
+    sums = (
+        many * load.count_tokens(cross) * seconds_again(cfg, keep, cross, load.longest)
+        for (cross, keep), many in kinds.items()
+    )
     return (choice.seconds or sum(sums)) * RULED / hardware.flops
 
 
 def uses_graphs(config: Config, hardware: Hardware, shared: bool) -> bool:
-    """Whether CUDA graphs launch a step. `shared`: passes send messages in the middle."""
+    """Whether CUDA graphs launch a step. `shared`: passes send messages in the middle. build.py has the reasons."""
     kernels = config.techniques.find_kernels(uses_gpu(config)) is not None
-    return hardware.is_gpu and kernels and not shared and config.train.graphs != "off" and find_way(config).element == 2
+    few = max(hardware.count, config.train.micro_batches) <= find_estimate(config).passes
+    allowed = config.train.graphs != "off" and find_precision(config) != "fp16"
+    return hardware.is_gpu and kernels and allowed and few and not shared
 
 
 def find_host(config: Config) -> float:

@@ -16,7 +16,7 @@ from stretto.data import open_data
 from stretto.mesh import Mesh
 from stretto.model import Chain, LMHead
 from stretto.optim import clip_gradients, learning_rate, set_learning_rate
-from stretto.parallel.pipeline import is_ring
+from stretto.parallel.pipeline_costs import is_ring
 from stretto.parallel.schedule import Schedule
 from stretto.parallel.stages import find_spans
 from stretto.precision import autocast
