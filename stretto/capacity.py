@@ -9,28 +9,16 @@ Nothing here imports torch: a refusal comes at once.
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 from stretto.config import Config, ModelConfig
 from stretto.errors import ConfigError
+from stretto.hardware import find_machine_memory
 from stretto.memory import FP32, GRADIENT_BYTES, MOMENT_BYTES, WEIGHT_BYTES, block_bytes, count_block_parameters
 from stretto.plan import find_load, find_way, for_device
 
 OBJECTS = 50_000  # bytes of the Python objects that a block is, at least
 ID_BYTES = 8
-CONTAINER = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # version 2, 1
-
-
-def find_machine_memory() -> int:
-    """Returns the bytes of memory that this machine has, or that its container may use."""
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for path in CONTAINER:
-        with suppress(OSError, ValueError):  # there is none, or it is "max"
-            sizes.append(int(path.read_text()))
-    return min(sizes)
 
 
 def require_room(config: Config, processes: int, gpu: int) -> None:

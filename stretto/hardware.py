@@ -11,14 +11,17 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 
 from stretto.errors import ConfigError
 
 MOST = 4096  # GPUs that are planned for
 NODE = 8  # GPUs that one machine has at most; machines are joined by a network
 NETWORK = 50e9  # bytes/s of each GPU between machines, in each direction
+CONTAINER = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # version 2, 1
 CPU_FLOPS, CPU_BYTES, CPU_WATTS = 50e9, 10e9, 10.0  # of a core, roughly
 
 
@@ -78,10 +81,21 @@ def find_by_driver(name: str) -> Hardware | None:
     return next((gpu for gpu in GPUS if gpu.driver in name), None)
 
 
-def make_cpu() -> Hardware:
-    """This machine without a GPU. Its figures are guesses."""
-    cores, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Hardware("cpu", "", memory, cores * CPU_FLOPS, 0.0, cores * CPU_BYTES, CPU_BYTES, cores * CPU_WATTS)
+def find_machine_memory() -> int:
+    """Returns the bytes of memory that this machine has, or that its container may use."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CONTAINER:
+        with suppress(OSError, ValueError):  # there is none, or it is "max"
+            sizes.append(int(path.read_text()))
+    return min(sizes)
+
+
+def make_cpu(processes: int = 1) -> Hardware:
+    """This machine without a GPU, shared by so many processes. Its figures are guesses."""
+    cores, memory = (os.cpu_count() or 1) / processes, find_machine_memory() // processes
+    return Hardware(
+        "cpu", "", memory, cores * CPU_FLOPS, 0.0, cores * CPU_BYTES, CPU_BYTES, cores * CPU_WATTS, count=processes
+    )
 
 
 def read_hardware(text: str) -> Hardware:
@@ -94,12 +108,12 @@ def read_hardware(text: str) -> Hardware:
         close = get_close_matches(name, names, n=3, cutoff=0.4)
         nearest = f"did you mean {' or '.join(close)}? " if close else ""
         raise ConfigError(
-            f"--gpu {text!r}: no such GPU is known; {nearest}There are {', '.join(names)}; write h200, 8xh100, or cpu"
+            f"{text!r}: no such GPU is known; {nearest}There are {', '.join(names)}; write h200, 8xh100, or cpu"
         )
     count = int(match[1] or 1)
     if not 1 <= count <= (MOST if name != "cpu" else 1):
         most = f"from 1 to {MOST:,}" if name != "cpu" else "one, which is this machine"
-        raise ConfigError(f"--gpu {text!r}: the number of devices has to be {most}")
+        raise ConfigError(f"{text!r}: the number of devices has to be {most}")
     return replace(names[name], count=count) if name != "cpu" else make_cpu()
 
 
@@ -125,7 +139,9 @@ def read_report(report: str, visible: str | None) -> Hardware | None:
         return None
     gpu = find_by_driver(rows[0][0])
     if gpu is None:
-        raise ConfigError(f"{rows[0][0]!r}, which this machine has, is not known here: name one like it by --gpu")
+        raise ConfigError(
+            f"{rows[0][0]!r}, which this machine has, is not known here: plan for one like it, by `stretto plan --gpu`"
+        )
     mib, watts = (float(cell) if re.fullmatch(r"\d+(\.\d+)?", cell) else 0.0 for cell in rows[0][1:])
     return replace(gpu, memory=int(mib * 2**20) or gpu.memory, watts=watts or gpu.watts, count=len(rows))
 

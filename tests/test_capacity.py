@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto import capacity
-from stretto.capacity import count_kept, find_machine_memory, require_room
+from stretto import capacity, hardware
+from stretto.capacity import count_kept, require_room
 from stretto.config import build_config
 from stretto.data import open_data
 from stretto.errors import ConfigError
+from stretto.hardware import find_machine_memory
 from stretto.model import build_model
 from tests.corpora import write_corpus, write_images
 from tests.models import materialise
@@ -69,7 +70,7 @@ def test_a_batch_that_fills_the_memory_is_refused_before_it_is_made(monkeypatch:
 
 def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = (tmp_path / "memory.max", tmp_path / "limit_in_bytes")
-    monkeypatch.setattr(capacity, "CONTAINER", limits)
+    monkeypatch.setattr(hardware, "CONTAINER", limits)
     whole = find_machine_memory()
     limits[0].write_text("max\n")
     assert find_machine_memory() == whole

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from stretto.capacity import find_machine_memory
 from stretto.config import DataConfig
 from stretto.data import rows
 from stretto.data.opening import NotTextError, open_text
@@ -25,6 +24,7 @@ from stretto.data.progress import progress
 from stretto.data.seen import note, recall, stamp
 from stretto.data.tokenizer import Store
 from stretto.errors import DataError
+from stretto.hardware import find_machine_memory
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _LONGEST_LINE = 1 << 24  # characters of a line that is a document

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stretto.batch import Batch, Counts
-from stretto.capacity import find_machine_memory
 from stretto.config import DataConfig
 from stretto.data.augment import View, draw_views
 from stretto.data.documents import describe_left_out
 from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
 from stretto.errors import DataError
 from stretto.files import open_regular
+from stretto.hardware import find_machine_memory
 
 if TYPE_CHECKING:
     import PIL.Image

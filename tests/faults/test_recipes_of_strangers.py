@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import stretto.config
-from stretto.capacity import find_machine_memory, require_room, require_room_for_weights
+from stretto.capacity import require_room, require_room_for_weights
 from stretto.config import Config, build_config, dump_config, load_config
 from stretto.errors import ConfigError
+from stretto.hardware import find_machine_memory
 from stretto.memory import MOST_BLOCKS, list_blocks
 from stretto.values import MOST_BYTES
 from tests.faults.conftest import Tally
