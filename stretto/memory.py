@@ -131,8 +131,8 @@ def count_parameters(cfg: ModelConfig) -> dict[str, int]:
         if cfg.kind == "encoder" and cfg.classes:
             head = width * width + width + (width + 1) * cfg.classes
     blocks = Counter[str]()
-    for stack, cross in list_blocks(cfg):
-        blocks[f"{stack} blocks"] += sum(count_block_parameters(cfg, cross))
+    for (stack, cross), many in Counter(list_blocks(cfg)).items():
+        blocks[f"{stack} blocks"] += many * sum(count_block_parameters(cfg, cross))
     outside = norm * len(blocks) if cfg.norm_order == "pre" else 0
     return {"embedding": embedding, **blocks, "norms outside of blocks": outside, "head": head}
 
@@ -255,9 +255,10 @@ def outside_bytes(cfg: ModelConfig, load: Load, way: Way) -> dict[str, int]:
 
 def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> list[dict[str, int]]:
     """Returns what each block keeps, by role, in the order of the forward pass."""
-    kept = []
+    kinds = [(cross, keep) for (_, cross), keep in zip(list_blocks(cfg), keeps, strict=True)]
     again = any(keep.block == "input" for keep in keeps)  # then attention drops by these keys, too
-    for (_, cross), keep in zip(list_blocks(cfg), keeps, strict=True):
+    kept = {}
+    for cross, keep in set(kinds):
         tokens = load.count_tokens(cross)
         per_token = block_bytes(cfg, keep, way.element, cross, load.attention)
         found = Counter({role: size * tokens for role, size in per_token.items()})
@@ -265,8 +266,8 @@ def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way
             found["queries, keys, values"] += 2 * cfg.width * load.source * way.element
         if cfg.dropout or cfg.activation_dropout or (again and cfg.attention_dropout):
             found["keys of dropout"] += BLOCK_KEYS * KEY
-        kept.append(dict(found))
-    return kept
+        kept[cross, keep] = dict(found)
+    return [kept[kind] for kind in kinds]
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ class Account:
 def gathered_bytes(cfg: ModelConfig, way: Way) -> int:
     """Returns what a process gathers of weights that are split: those of a block, those of the next one, and those
     outside of blocks."""
-    blocks = {cross: sum(count_block_parameters(cfg, cross)) for _, cross in list_blocks(cfg)}
+    blocks = {cross: sum(count_block_parameters(cfg, cross)) for cross in {cross for _, cross in list_blocks(cfg)}}
     outside = sum(size for part, size in count_parameters(cfg).items() if not part.endswith("blocks"))
     return (2 * max(blocks.values()) + outside) * way.element if way.shards > 1 else 0
 
@@ -324,12 +325,11 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
     everything = held + sum(outside.values()) + sum(sum(found.values()) for found in kept)
     stream, table = load.tokens * cfg.width * way.element, cfg.vocab * cfg.width * each
     now = everything + (parts["head"] * each if cfg.classes or not cfg.tied else table)
-    during = []
+    during, own = [], {cross: sum(count_block_parameters(cfg, cross)) * each for cross in (False, True)}
     for (_, cross), keep, found in reversed(list(zip(list_blocks(cfg), keeps, kept, strict=True))):
         tokens = load.count_tokens(cross)
-        own = sum(count_block_parameters(cfg, cross)) * each
-        during.append(now + own + tokens * work_bytes(cfg, keep, way.element, cross, load.attention))
-        now += (0 if stay else own) - sum(found.values())
+        during.append(now + own[cross] + tokens * work_bytes(cfg, keep, way.element, cross, load.attention))
+        now += (0 if stay else -(-own[cross] // way.shards)) - sum(found.values())
     state = weights + gradients + moments + average
     times = {
         "forward pass of the head": everything + head.kept + head.forward,

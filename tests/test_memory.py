@@ -29,6 +29,7 @@ from stretto.presets import PRESETS
 from stretto.report import read_events
 from stretto.techniques.fused import FusedBlock
 from stretto.train import train
+from stretto.values import read_bytes
 from tests.models import KINDS, Sample, build, build_adamw, collate, image_batch
 from tests.runs import PATIENCE_S, MakeConfig
 
@@ -346,6 +347,8 @@ def test_errors_of_a_plan_name_the_key(arguments: list[str], code: int, words: s
 def test_a_plan_says_what_it_leaves_out() -> None:
     assert "parallel.data is left out" in invoke("demo", "--memory", "--set", "parallel.data=shard")[1]
     assert "parallel" not in invoke("demo", "--memory")[1]
+    whole, cut = (invoke("demo", "--memory", "--set", f"parallel.pipeline={size}")[1] for size in (1, 4))
+    assert "parallel.pipeline is left out" in cut and whole.splitlines()[-9:] == cut.splitlines()[-9:]
 
 
 def test_a_plan_reads_the_recipe() -> None:
@@ -362,7 +365,15 @@ def test_a_plan_reads_the_recipe() -> None:
     assert plan.find_attention(config, 4096) == "variable" and plan.find_attention(config, 64) == "own"
     joined = build_config(tree | {"data": {"join_documents": True}})
     assert plan.find_attention(joined, 4096) == "dense"
-    assert [plan.read_bytes(text) for text in ("16GiB", "1.5 mb", "80GB")] == [2**34, 1_500_000, 80 * 10**9]
+    assert [read_bytes(text) for text in ("16GiB", "1.5 mb", "80GB")] == [2**34, 1_500_000, 80 * 10**9]
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_gradients_that_come_into_being_take_no_more_than_those_that_are_there(shards: int) -> None:
+    """Of a sharded model a process keeps its share of each block's gradients, and not all of them."""
+    cfg, load = build_model_config({"preset": "gpt2-xl", "vocab": 50304}), Load(64, 64)
+    one, two = (predict(cfg, load, [Keep()] * 48, Way(shards=shards, micro_batches=many)).peak for many in (1, 2))
+    assert one <= two
 
 
 def test_a_plan_imports_nothing_heavy() -> None:
