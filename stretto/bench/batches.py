@@ -33,7 +33,9 @@ def _draw_text(workload: Workload, cfg: ModelConfig, random: np.random.Generator
     if workload.lengths is not None:
         lengths = draw_lengths(workload.lengths, workload.rows, random)
     ids, label_at = random.integers(1, cfg.vocab, lengths.sum()), None
-    if cfg.kind == "decoder":
+    if cfg.classes:  # read at the first token of each text
+        labels, label_at = random.integers(0, cfg.classes, len(lengths)), to_tensor(np.cumsum(lengths) - lengths)
+    elif cfg.kind == "decoder":
         labels = np.append(ids[1:], IGNORE)
         labels[np.cumsum(lengths) - 1] = IGNORE  # nothing follows the last token of a row
     else:

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from math import inf, prod
+from math import inf, isqrt, prod
 from typing import Any, get_args, get_type_hints
 
 from stretto.config import KEEPING, KERNELS, Config, TechniquesConfig, to_toml
 from stretto.errors import ConfigError
 from stretto.estimate import Section
 from stretto.flops import tokens_per_sample, training_flops
-from stretto.hardware import GPUS, MOST, Hardware, choose_hardware
+from stretto.hardware import GPUS, MOST, Hardware, choose_hardware, make_cpu
 from stretto.memory import list_blocks
 from stretto.plan import FILLED, complete_sizes, find_size, find_way, for_device
 from stretto.planning.layout import Outcome, change, list_parallel, predict
@@ -27,6 +27,7 @@ from stretto.planning.times import find_estimate, find_work
 
 MOST_REFINED = 24  # blocks of a model of which each may keep something else: with more of them that takes long
 CLOSE = 0.01  # of a time: what is nearer than that cannot be told apart, and the recipe's own choice is kept
+MOST_DIVIDED, MOST_COUNTS = 10**6, 48  # numbers by which samples are divided to see, and numbers of micro-batches
 NAMED = 3  # other values that are judged one by one, where there are many
 ENOUGH = 3  # numbers of micro-batches that fit, from which on more of them are only slower
 PER_GPU = 4  # micro-batches for each GPU that are tried at least: layers that are shared wait less with more of them
@@ -112,9 +113,13 @@ def make_plan(recipe: Config, hardware: Hardware, approximate: bool = False) -> 
         )
     config, notes = complete_sizes(for_device(recipe, hardware.is_gpu))
     dimensions = list_dimensions(config, hardware, approximate)
-    found = [one for one in list_candidates(config, hardware, dimensions) if one.fits]
+    tried = list(list_candidates(config, hardware, dimensions))
+    found = [one for one in tried if one.fits]
     if not found:
-        raise ConfigError(explain_too_large(config, hardware, dimensions))
+        problems = dict.fromkeys(one.outcome.problem for one in tried)
+        if not tried or "" in problems:
+            raise ConfigError(explain_too_large(config, hardware, dimensions))
+        raise ConfigError(f"there is no plan for {hardware.describe()}: {'; or: '.join(list(problems)[:NAMED])}")
     found += refine(config, min(found, key=lambda one: one.seconds), dimensions)
     fastest = min(one.seconds for one in found)
     found.sort(key=lambda one: (-one.own if one.seconds <= fastest * (1 + CLOSE) else 0, one.seconds))
@@ -124,10 +129,20 @@ def make_plan(recipe: Config, hardware: Hardware, approximate: bool = False) -> 
 
 def plan_run(recipe: Config, processes: int, gpu: bool) -> tuple[Config, str]:
     """The recipe as it is trained best on this machine by so many processes, and a line that says what was chosen."""
-    hardware = choose_hardware("" if gpu else "cpu")
-    plan = make_plan(recipe, replace(hardware, count=processes))
+    plan = make_plan(recipe, replace(choose_hardware(""), count=processes) if gpu else make_cpu(processes))
     chosen = ", ".join(f"{key} = {words}" for key, words in plan.best.words.items() if words != OFF)
     return plan.write(plan.best), f"planned for {plan.hardware.describe()}: {chosen}"
+
+
+def keep_plan(recipe: Config, run: Config) -> Config:
+    """The recipe with what was chosen for it when a run of it began; as it is, if it has come to learn from another
+    number of samples."""
+    (key, size), train = find_size(run), run.train
+    if size * train.micro_batches != find_size(recipe)[1] * recipe.train.micro_batches:
+        return recipe
+    kept = {name: getattr(train, name) for name in ("micro_batches", "eval_batches", "precision")}
+    recipe = replace(recipe, train=change(recipe.train, **kept), data=change(recipe.data, **{key: size}))
+    return replace(recipe, techniques=run.techniques, parallel=run.parallel)
 
 
 def list_dimensions(config: Config, hardware: Hardware, approximate: bool) -> dict[str, list[Option]]:
@@ -141,7 +156,7 @@ def list_dimensions(config: Config, hardware: Hardware, approximate: bool) -> di
         BATCH: [Option(BATCH, str(many), partial(set_batch, many=many)) for many in list_counts(config)],
         LAYOUT: [
             Option(LAYOUT, describe_parallel(one, hardware.count), partial(set_section, name="parallel", value=one))
-            for one in (list_parallel(config.parallel, hardware.count) if hardware.is_gpu else [config.parallel])
+            for one in list_parallel(config.parallel, hardware)
         ],
         PRECISION: [Option(PRECISION, one, partial(set_precision, value=one)) for one in precisions],
     }
@@ -181,17 +196,15 @@ def list_forbidden(config: Config, hardware: Hardware, dimensions: dict[str, lis
 
 
 def list_counts(config: Config) -> list[int]:
-    """Numbers of micro-batches into which the samples of an update can be cut, the recipe's own one first."""
+    """Numbers of micro-batches into which the samples of an update can be cut, the recipe's own one first. Of very many
+    those are enough that have no other factors than 2, 3 and 5."""
     own, total = config.train.micro_batches, find_size(config)[1] * config.train.micro_batches
     least = config.data.seq_len if config.data.task == "translation" else 1  # a sentence has to fit
-    powers = [[base**power for power in range(total.bit_length())] for base in (2, 3, 5)]
-    found = {two * three * five for two, three, five in product(*(list_below(each, total) for each in powers))}
-    found = {many for many in found if total % many == 0 and total // many >= least}
+    small = [number for number in range(1, min(isqrt(total), MOST_DIVIDED) + 1) if total % number == 0]
+    found = {many for number in small for many in (number, total // number) if total // many >= least}
+    if len(found) > MOST_COUNTS:
+        found = {many for many in found if 30 ** many.bit_length() % many == 0}
     return [own, *sorted(found - {own})]
-
-
-def list_below(values: Sequence[int], limit: int) -> list[int]:
-    return [value for value in values if value <= limit]
 
 
 def set_batch(config: Config, many: int) -> Config:
@@ -236,14 +249,13 @@ def list_candidates(config: Config, hardware: Hardware, dimensions: dict[str, li
     others = [options for key, options in dimensions.items() if key not in (BATCH, KEEPING)]
     counts = sorted(dimensions[BATCH], key=lambda option: int(option.words))
     for combination in product(*others):
-        fitting = 0
+        fitting, precision = 0, next(option for option in combination if option.key == PRECISION)
         for batch in counts:
             if fitting >= ENOUGH and int(batch.words) >= PER_GPU * hardware.count:
                 break
-            one = (batch, *combination)
-            if not may_fit(apply(config, one), hardware):
+            if not may_fit(apply(config, (batch, precision)), hardware):
                 continue
-            tried = list(try_keeping(config, hardware, one, keeping, dimensions))
+            tried = list(try_keeping(config, hardware, (batch, *combination), keeping, dimensions))
             fitting += tried[0].fits
             yield from tried
 
@@ -252,13 +264,20 @@ def try_keeping(
     config: Config, hardware: Hardware, options: Sequence[Option], keeping: Sequence[Option],
     dimensions: dict[str, list[Option]],
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Everything kept; where that does not fit, less."""
-    without = sorted(keeping, key=lambda option: option.words != OFF)
-    for option in without:
+    """Everything kept, and what the recipe keeps; where not everything fits, also the fastest other way that does."""
+    everything = min(keeping, key=lambda option: option.words != OFF)
+    whole = try_options(config, hardware, [*options, everything], dimensions)
+    yield whole
+    if whole.outcome.problem:
+        return
+    enough = whole.fits
+    for option in (option for option in keeping if option is not everything):
+        is_own = option is keeping[0]
+        if enough and not is_own:
+            return
         candidate = try_options(config, hardware, [*options, option], dimensions)
         yield candidate
-        if candidate.fits or candidate.outcome.problem:
-            return
+        enough |= candidate.fits and not is_own
 
 
 def refine(config: Config, one: Candidate, dimensions: dict[str, list[Option]]) -> list[Candidate]:
@@ -275,9 +294,13 @@ def refine(config: Config, one: Candidate, dimensions: dict[str, list[Option]]) 
 def try_options(
     config: Config, hardware: Hardware, options: Sequence[Option], dimensions: dict[str, list[Option]]
 ) -> Candidate:
-    changed = apply(config, options)
     own = sum(dimensions[option.key][0].words == option.words for option in options if option.key in dimensions)
-    return Candidate(changed, tuple(options), predict(changed, hardware), hardware, own)
+    try:
+        config = apply(config, options)
+        outcome = predict(config, hardware)
+    except ConfigError as error:
+        outcome = Outcome(problem=str(error))
+    return Candidate(config, tuple(options), outcome, hardware, own)
 
 
 def apply(config: Config, options: Sequence[Option]) -> Config:
@@ -319,13 +342,12 @@ def is_enough(config: Config, hardware: Hardware) -> bool:
 
 def find_least(config: Config, hardware: Hardware, dimensions: dict[str, list[Option]]) -> Candidate | None:
     """The choice that takes the least memory: the smallest micro-batches, and the least that is kept."""
-    kernels = dimensions[KERNELS][-1] if len(dimensions[KERNELS]) > 1 else dimensions[KERNELS][0]
     rest = [options[0] for key, options in dimensions.items() if key not in (BATCH, LAYOUT, KEEPING, KERNELS)]
     smallest = sorted(dimensions[BATCH], key=lambda option: -int(option.words))
     found = []
-    for layout, keeping in product(dimensions[LAYOUT], dimensions[KEEPING]):
+    for several in product(*(dimensions[key] for key in (LAYOUT, KERNELS, KEEPING))):
         for batch in smallest:
-            one = try_options(config, hardware, (batch, layout, kernels, *rest, keeping), dimensions)
+            one = try_options(config, hardware, (batch, *several, *rest), dimensions)
             if not one.outcome.problem:
                 found.append(one)
                 break

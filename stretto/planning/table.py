@@ -15,14 +15,16 @@ from rich.table import Table
 
 from stretto.config import dump_config
 from stretto.files import write_text
-from stretto.hardware import Hardware
+from stretto.hardware import NODE, Hardware
 from stretto.plan import FILLED, find_size
 from stretto.planning.layout import Outcome
-from stretto.planning.search import BATCH, LAYOUT, OFF, Candidate, Plan, explain
+from stretto.planning.search import BATCH, LAYOUT, OFF, PRECISION, Candidate, Plan, explain
 from stretto.planning.times import Times
 
 ROWS = 6
 WIDTH = 150  # of the table where the output is no terminal
+NUMBERS = ("tokens/s", "ms a step", "GiB", "MFU", "in all", "kWh")
+WIDE, FEW = 110, 3  # columns of a terminal, and the numbers that are shown in a narrower one
 UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 
 
@@ -30,7 +32,7 @@ def show(plan: Plan, recipe: str, out: Path | None) -> None:
     """Prints table, reasons and what to do, and writes the chosen recipe."""
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
     console.print(describe(plan), markup=False)
-    console.print(make_table(plan))
+    console.print(make_table(plan, console.width))
     for line in (*plan.notes, *explain_times(plan.best), "", *explain(plan), "", *advise(plan, recipe, out)):
         console.print(line, markup=False)
     if out is not None:
@@ -49,14 +51,15 @@ def describe(plan: Plan) -> str:
     )
 
 
-def make_table(plan: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("", "layout", "micro-batches", "techniques"):
+def make_table(plan: Plan, width: int) -> Table:
+    """Lines of so many columns; the last numbers are left out where there is no room for words."""
+    table, numbers = Table(box=SIMPLE_HEAD), NUMBERS if width >= WIDE else NUMBERS[:FEW]
+    for name in ("", "layout", "micro-\nbatches", "techniques"):
         table.add_column(name, overflow="fold")
-    for name in ("tokens/s", "ms a step", "GiB", "MFU", "in all", "kWh"):
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for number, one in enumerate(islice(list_distinct(plan), ROWS), 1):
-        table.add_row(str(number), *list_cells(one))
+        table.add_row(str(number), *list_cells(one)[: 3 + len(numbers)])
     return table
 
 
@@ -74,6 +77,7 @@ def list_cells(one: Candidate) -> list[str]:
     tokens, mfu = one.rates
     names = {key.rpartition(".")[2]: words for key, words in one.words.items() if key.startswith("techniques.")}
     on = [name + words.removeprefix("on") for name, words in names.items() if words != OFF]
+    on += [one.words[PRECISION]] if one.words[PRECISION] != "auto" else []
     total = one.seconds * one.config.train.steps
     return [
         one.words[LAYOUT],
@@ -81,7 +85,7 @@ def list_cells(one: Candidate) -> list[str]:
         ", ".join(on) or "none",
         describe_number(tokens),
         f"{1e3 * one.seconds:,.1f}",
-        f"{one.outcome.memory / 2**30:.1f}",
+        f"{one.outcome.memory / 2**30:.{1 if one.outcome.memory >= 2**30 else 3}f}",
         f"{mfu:.1%}" if hardware.is_gpu else "",  # the peak of a CPU is a guess
         describe_time(total),
         f"{find_energy(hardware, total):,.3f}",
@@ -118,7 +122,9 @@ def advise(plan: Plan, recipe: str, out: Path | None) -> Iterator[str]:
     if out is None:
         yield f"stretto plan {shlex.quote(recipe)} ... --out FILE.toml writes this recipe; then:"
     count = plan.hardware.count
-    yield f"stretto {train}" if count == 1 else f"stretto launch -n {count} {train}"
+    machines = next(many for many in range(-(-count // NODE), count + 1) if count % many == 0)
+    others = f" --machines {machines} --machine 0 --meet HOST:29500" if machines > 1 else ""
+    yield f"stretto {train}" if count == 1 else f"stretto launch -n {count // machines}{others} {train}"
 
 
 def write_recipe(plan: Plan, recipe: str, out: Path) -> None:
