@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, Preempted, StrettoError, tell
+from stretto.hardware import choose_hardware, read_hardware
 from stretto.signals import stop_early
 
 ABLATE_STEPS = 20
@@ -22,6 +24,21 @@ app = typer.Typer(
 Run = Annotated[Path, typer.Argument(help="a run folder")]
 Recipe = Annotated[str, typer.Argument(help="a TOML file, the name of a shipped recipe, or a run folder")]
 Override = Annotated[list[str], typer.Option("--set", help="override a key: section.key=value")]
+
+
+T = TypeVar("T")
+
+
+def _refuse_path(path: Path | None) -> Path | None:
+    """Says at once that a file cannot be written, and not when all is done."""
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path.parent} is no folder that can be written to")
+    return path
+
+
+def _file(help: str) -> Any:
+    """An option that names a file to be written."""
+    return typer.Option(help=help, dir_okay=False, writable=True, callback=_refuse_path)
 
 
 def say_version(wanted: bool) -> None:
@@ -59,16 +76,8 @@ def train(
     from stretto.recipes import load_recipe
 
     config = load_recipe(recipe, override)  # before torch is imported: mistakes answer at once
-    if plan and resume:
-        raise typer.BadParameter("a run that goes on stays as it was planned: leave it out", param_hint="--plan")
     if plan:
-        from stretto.planning.search import plan_run
-        from stretto.runtime import choose_device
-
-        gpu = choose_device(config.run.device).type == "cuda"
-        config, chosen = plan_run(config, int(os.environ.get("WORLD_SIZE", "1")), gpu)
-        if os.environ.get("RANK", "0") == "0":
-            typer.echo(chosen)
+        config = _choose_plan(config, resume)
     if ablate and not config.report.ablate:
         config = replace(config, report=replace(config.report, ablate=ABLATE_STEPS))
     if config.report.ablate:
@@ -76,6 +85,21 @@ def train(
     else:
         from stretto.train import train as run
     run(config, resume)
+
+
+def _choose_plan(config: Config, resume: bool) -> Config:
+    """A run that goes on stays as it was planned."""
+    from stretto.planning.search import keep_plan, plan_run
+    from stretto.recipes import load_recipe
+    from stretto.runtime import choose_device
+
+    if resume and (Path(config.run.dir) / "config.toml").exists():
+        return keep_plan(config, load_recipe(config.run.dir))
+    gpu = choose_device(config.run.device).type == "cuda"
+    config, chosen = plan_run(config, int(os.environ.get("WORLD_SIZE", "1")), gpu)
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(chosen)
+    return config
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -170,7 +194,7 @@ def check(run: Run) -> None:
 def report(
     runs: Annotated[list[Path], typer.Argument(help="a run folder; several are compared on one page")],
     out: Annotated[
-        Path | None, typer.Option(help="where the page goes: RUN/report.html, or comparison.html here for several runs")
+        Path | None, _file("where the page goes: RUN/report.html, or comparison.html here for several runs")
     ] = None,
 ) -> None:
     """Write the page of a run anew, or a page that compares several runs."""
@@ -241,10 +265,12 @@ def plan(
     approximate: Annotated[
         bool, typer.Option("--approximate", help="allow what changes the mathematics of training, too")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="write the chosen recipe to this TOML file")] = None,
+    out: Annotated[Path | None, _file("write the chosen recipe to this TOML file")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="run the best few here, and rank anew")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="instead: the bytes of a training step, by role")] = False,
-    gpu_memory: Annotated[str, typer.Option(help="--memory: of a card, such as 16GiB: which batch fits into it")] = "",
+    gpu_memory: Annotated[
+        str, typer.Option(help="--memory: of a card, such as 16GiB, unless --gpu says it: which batch fits into it")
+    ] = "",
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="instead: time and bytes of the model cut over devices")
     ] = False,
@@ -254,13 +280,16 @@ def plan(
 
     config = load_recipe(recipe, override)
     if memory or pipeline or gpu_memory:
-        _explain_needs(config, memory, gpu_memory, pipeline)
+        others = {"--approximate": approximate, "--out": out, "--measure": measure}
+        _refuse(others, "it does not go with --memory or --pipeline")
+        if not memory:
+            _refuse({"--gpu-memory": gpu_memory, "--gpu": gpu}, "it is the card of --memory: add that")
+        _explain_needs(config, memory, gpu_memory, gpu, pipeline)
         return
-    from stretto.hardware import choose_hardware
     from stretto.planning.search import make_plan
     from stretto.planning.table import show
 
-    found = make_plan(config, choose_hardware(gpu), approximate)
+    found = make_plan(config, _read(gpu, choose_hardware, "--gpu"), approximate)
     if measure:
         from stretto.planning.probe import measure_plan
 
@@ -268,16 +297,29 @@ def plan(
     show(found, recipe, out)
 
 
-def _explain_needs(config: Config, memory: bool, gpu_memory: str, pipeline: bool) -> None:
-    from stretto.parallel.pipeline_costs import explain_pipeline
-    from stretto.plan import explain_memory, read_bytes
+def _refuse(options: Mapping[str, object], reason: str) -> None:
+    for name, value in options.items():
+        if value:
+            raise typer.BadParameter(reason, param_hint=name)
 
-    if not memory and not pipeline:
-        raise typer.BadParameter("it is the card of --memory: add that", param_hint="--gpu-memory")
+
+def _read(text: str, read: Callable[[str], T], option: str) -> T:
+    """What an option says; a wrong one is an error of the command line."""
     try:
-        limit = read_bytes(gpu_memory) if gpu_memory else 0
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
+        return read(text)
+    except (ConfigError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def _explain_needs(config: Config, memory: bool, gpu_memory: str, gpu: str, pipeline: bool) -> None:
+    from stretto.parallel.pipeline_costs import explain_pipeline
+    from stretto.plan import explain_memory, for_device
+    from stretto.values import read_bytes
+
+    limit = _read(gpu_memory, read_bytes, "--gpu-memory") if gpu_memory else 0
+    if gpu:
+        card = _read(gpu, read_hardware, "--gpu")
+        config, limit = for_device(config, card.is_gpu), limit or card.memory
     for line in (*(explain_memory(config, limit) if memory else ()), *(explain_pipeline(config) if pipeline else ())):
         typer.echo(line)
 
@@ -286,7 +328,7 @@ def _explain_needs(config: Config, memory: bool, gpu_memory: str, pipeline: bool
 def numerics(
     recipe: Recipe,
     override: Override = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option(help="where the picture goes, an SVG file")] = None,
+    out: Annotated[Path | None, _file("where the picture goes, an SVG file")] = None,
     processes: Annotated[int, typer.Option(min=1, help="that share each step")] = 1,
     probe: Annotated[bool, typer.Option("--probe", help="measure the sums of this machine's 8-bit products")] = False,
 ) -> None:

@@ -55,6 +55,11 @@ def test_what_is_typed_and_what_is_outside_is_found() -> None:
     assert TYPED.findall("a:\n- one") and TYPED.findall("b\n|---|---:|\n") and not TYPED.findall("a - b | c")
 
 
+def test_every_page_has_one_place() -> None:
+    pages = re.findall(r": (\S+\.md)$", read(ROOT / "mkdocs.yml"), re.MULTILINE)
+    assert len(pages) > 30 and sorted(pages) == sorted(set(pages))
+
+
 def test_every_option_command_and_exit_code_is_there(site: Path) -> None:
     text = {name: html.unescape(read(site / f"{name}.html")) for name in ("options", "commands", "exit-codes")}
     keys, section = [], ""
