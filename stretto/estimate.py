@@ -21,19 +21,7 @@ class Estimate:
     narrow: Literal["", "inside", "all"] = ""
     by_module: bool = True  # it works where a process has some of the blocks only
     by_token: bool = True  # and where it has some of the tokens of each sequence
-    bf16: bool = False  # it needs train.precision = "bf16"
     passes: float = math.inf  # of an update, over all processes, up to which CUDA graphs can replay it
-
-    def __and__(self, other: Estimate) -> Estimate:
-        """What both change together."""
-        return Estimate(
-            self.work * other.work,
-            max(self.narrow, other.narrow, key=("", "inside", "all").index),
-            self.by_module and other.by_module,
-            self.by_token and other.by_token,
-            self.bf16 or other.bf16,
-            min(self.passes, other.passes),
-        )
 
 
 class Section:
@@ -58,11 +46,6 @@ class Section:
 
 class Own(Section):
     """Our own kernels, and how their optimizer keeps weights and moments."""
-
-    weights: str
-
-    def estimate(self, num_blocks: int, steps: int) -> Estimate:
-        return Estimate(bf16=self.weights in ("split", "bf16"))
 
     @classmethod
     def list_choices(cls, approximate: bool, model: Any) -> list[Self]:

@@ -118,11 +118,12 @@ def predict_process(config: Config, hardware: Hardware, parts: int, team: int) -
 
 def find_obstacle(config: Config, hardware: Hardware, shared: bool) -> str:
     """Why what is on cannot work with what else is; empty: all can."""
-    kernels, estimate = config.techniques.find_kernels(uses_gpu(config)) is not None, find_estimate(config)
+    kernels, estimate = config.techniques.find_kernels(uses_gpu(config)), find_estimate(config)
     if config.train.graphs == "on" and not uses_graphs(config, hardware, shared):
         return "train.graphs = 'on' cannot be: 'auto' uses them where it can"
+    halves = kernels is not None and kernels.weights in ("split", "bf16")
     eight = estimate.narrow == "all" or (estimate.narrow and hardware.fp8 > 0)
-    if (estimate.bf16 or eight) and (precision := find_precision(config)) != "bf16":
+    if (halves or eight) and (precision := find_precision(config)) != "bf16":
         return f"a technique needs train.precision = 'bf16', and it is {precision!r}"
     if kernels and not config.train.compile:
         return ""

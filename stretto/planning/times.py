@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import and_
+from math import prod
 
 from stretto.config import Config, ModelConfig
 from stretto.dial import Choice, Needs, seconds_again
@@ -173,8 +172,14 @@ class Device:
 def find_estimate(config: Config) -> Estimate:
     """What all techniques that are on change together."""
     on = [value for value in vars(config.techniques).values() if isinstance(value, Section)]
-    found = (section.estimate(config.model.layers, config.train.steps) for section in on)
-    return reduce(and_, found, Estimate())
+    found = [Estimate(), *(section.estimate(config.model.layers, config.train.steps) for section in on)]
+    return Estimate(
+        prod(each.work for each in found),
+        max((each.narrow for each in found), key=("", "inside", "all").index),
+        all(each.by_module for each in found),
+        all(each.by_token for each in found),
+        min(each.passes for each in found),
+    )
 
 
 def find_passes(config: Config, hardware: Hardware, work: Work) -> Times:
