@@ -112,6 +112,8 @@ def launch(
     meet: Annotated[str, typer.Option(help="several machines: HOST:PORT of machine 0")] = "",
 ) -> None:
     """Run a command in several processes; exit with the code of the one that failed first."""
+    if machine >= machines:
+        raise typer.BadParameter(f"--machines {machines} are numbered from 0 to {machines - 1}", param_hint="--machine")
     from stretto.launch import launch as run
 
     raise typer.Exit(run(command, processes, restarts, machines, machine, meet))

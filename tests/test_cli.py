@@ -53,6 +53,7 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["export", "no-run", "out", "--to", "onnx"], 2, "--to"),
         (["train", "demo", "--set", "model.init=/no/such/model"], 3, "/no/such/model"),
         (["train"], 2, "recipe"),
+        (["launch", "-n", "2", "--machines", "2", "--machine", "2", "--meet", "HOST:1", "train", "demo"], 2, "0 to 1"),
         (["eval", "no-run", "--beam", "0"], 2, "--beam"),
         (["generate", "no-run", "--top-k", "-1"], 2, "--top-k"),
     ],

@@ -192,6 +192,10 @@ def test_a_plan_knows_where_a_technique_cannot_be(techniques: dict[str, Any]) ->
         ({"techniques": {"fused": False}, "train": {"compile": True}}, "set train.compile to false"),
         ({"techniques": {"fused": False}, "model": {"dropout": 0.1}}, "torch draws what is dropped"),
         ({"parallel": {"cuts": [3, 2]}}, "growing numbers"),
+        (
+            {"model": {"preset": "bert-base", "classes": 4}, "data": {"task": "classification", "seq_len": 128}},
+            "a classifier's head",
+        ),
         ({"model": {"attention_dropout": 0.1, "window": 64}}, "cannot be drawn again"),
     ],
 )

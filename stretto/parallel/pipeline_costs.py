@@ -213,6 +213,7 @@ def list_reasons(
         f" {model.layers}: lower parallel.pipeline": model.layers < modules,
         f"cuts = {list(cfg.cuts)} has to be {wanted} growing numbers from 1 to {model.layers - 1}": bool(cfg.cuts)
         and (len(cfg.cuts) != wanted or sorted({0, *cfg.cuts, model.layers}) != [0, *cfg.cuts, model.layers]),
+        "a classifier's head (model.classes) cannot be cut off: leave out parallel.pipeline": model.classes > 0,
         "placement = 'ring' needs two processes or more": cfg.placement == "ring" and cfg.pipeline < 2,
         "fp16 adjusts its loss scale by updates that are over: set train.precision to 'bf16'": precision == "fp16",
         "torch.compile would compile every version of the weights again: set train.compile to false": compiled,

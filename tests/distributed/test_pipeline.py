@@ -312,6 +312,7 @@ main()
         ({"parallel__data": "shard"}, "set parallel.data to 'replicate'"),
         ({"train__precision": "fp16"}, "set train.precision to 'bf16'"),
         ({"parallel__cuts": [3, 2]}, "growing numbers"),
+        ({"model__kind": "encoder", "model__classes": 3, "data__task": "classification"}, "a classifier's head"),
         ({"techniques__standardize": True}, "norms of the whole model"),
         ({"techniques__layer_drop": {"gate": "sample"}}, "set it to 'batch'"),
         ({"train__graphs": "on"}, "messages in the middle of an update"),
