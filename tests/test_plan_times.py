@@ -15,7 +15,7 @@ from stretto.hardware import Hardware, read_hardware
 from stretto.parallel import pipeline_costs
 from stretto.parallel.sequence_costs import NVLINK
 from stretto.plan import complete_sizes, find_choice, find_needs
-from stretto.planning.layout import Outcome, predict
+from stretto.planning.layout import Outcome, change, predict
 from stretto.planning.search import SECTIONS
 from stretto.planning.times import PASSES, Device, Times, find_estimate, find_step, find_work, uses_graphs
 from stretto.techniques import load_all
@@ -181,7 +181,7 @@ def test_a_plan_knows_where_a_technique_cannot_be(techniques: dict[str, Any]) ->
     assert estimate.by_token == (not technique.check([shared]))
     assert predict(config, replace(H200, count=2)).problem == ""
     for axis, knows in (("pipeline", estimate.by_module), ("sequence", estimate.by_token)):
-        found = predict(replace(config, parallel=replace(config.parallel, **{axis: 2})), replace(H200, count=2))
+        found = predict(replace(config, parallel=change(config.parallel, **{axis: 2})), replace(H200, count=2))
         assert bool(found.problem) == (not knows), found.problem
 
 
