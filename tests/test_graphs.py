@@ -178,8 +178,9 @@ def test_what_a_replay_changes_is_made_known_to_autograd() -> None:
 
 
 @pytest.mark.gpu
-def test_images_train_bit_for_bit_as_without(run: Run, tmp_path: Path) -> None:
-    data: dict[str, Any] = {"data__task": "images", "data__train": str(write_images(tmp_path / "images.npz"))}
+@pytest.mark.parametrize("mixed", [{}, {"data__mixup": 0.8, "data__cutmix": 1.0}], ids=["plain", "mixed"])
+def test_images_train_bit_for_bit_as_without(run: Run, tmp_path: Path, mixed: dict[str, float]) -> None:
+    data: dict[str, Any] = {"data__task": "images", "data__train": str(write_images(tmp_path / "images.npz")), **mixed}
     data |= {"model__kind": "vit", "model__image_size": 16, "model__patch": 8, "data__join_documents": False}
     assert_equal(run("off", **data), run("on", **data, train__graphs="on"))
 
