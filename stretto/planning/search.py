@@ -155,10 +155,10 @@ def list_dimensions(config: Config, hardware: Hardware, approximate: bool) -> di
     found = {
         BATCH: [Option(BATCH, str(many), partial(set_batch, many=many)) for many in list_counts(config)],
         LAYOUT: [
-            Option(LAYOUT, describe_parallel(one, hardware.count), partial(set_section, name="parallel", value=one))
+            Option(LAYOUT, describe_parallel(one, hardware.count), partial(change, parallel=one))
             for one in list_parallel(config.parallel, hardware)
         ],
-        PRECISION: [Option(PRECISION, one, partial(set_precision, value=one)) for one in precisions],
+        PRECISION: [Option(PRECISION, one, partial(change_in, "train", precision=one)) for one in precisions],
     }
     return found | {
         f"techniques.{name}": list_technique(config, hardware, name, value, approximate)
@@ -173,14 +173,14 @@ def list_technique(config: Config, hardware: Hardware, name: str, value: Any, ap
     own = config.techniques.find_kernels(hardware.is_gpu) if key == KERNELS else value
     tried = SECTIONS[name].list_choices(approximate, config.model) if hardware.is_gpu else []
     if not tried:
-        return [Option(key, describe_section(own), partial(set_technique, name=name, value=value))]
+        return [Option(key, describe_section(own), partial(change_in, "techniques", **{name: value}))]
     values = [*([own] if own is not None else []), None, *tried]
     return [make_technique(key, one) for i, one in enumerate(values) if one not in values[:i]]
 
 
 def make_technique(key: str, value: Any) -> Option:
     name = key.rpartition(".")[2]
-    return Option(key, describe_section(value), partial(set_technique, name=name, value=value))
+    return Option(key, describe_section(value), partial(change_in, "techniques", **{name: value}))
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -216,16 +216,8 @@ def set_batch(config: Config, many: int) -> Config:
     return replace(config, train=train, data=change(config.data, **{key: new}))
 
 
-def set_precision(config: Config, value: Any) -> Config:
-    return replace(config, train=replace(config.train, precision=value))
-
-
-def set_section(config: Config, name: str, value: Any) -> Config:
-    return change(config, **{name: value})
-
-
-def set_technique(config: Config, name: str, value: Any) -> Config:
-    return replace(config, techniques=change(config.techniques, **{name: value}))
+def change_in(section: str, config: Config, **values: Any) -> Config:
+    return change(config, **{section: change(getattr(config, section), **values)})
 
 
 def describe_section(value: Any) -> str:
