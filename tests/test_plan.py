@@ -363,6 +363,10 @@ def test_a_layout_is_planned_with_the_options_that_the_recipe_has() -> None:
     assert found.dimensions[LAYOUT][0].words == "data 2 x pipeline 2"
     cuts = {one.config.parallel.pipeline: one.config.parallel.cuts for one in found.candidates}
     assert cuts == {1: (), 2: (5,), 4: ()}
+    assert found.notes == []
+    for gpu, own in (("4xh100", "parallel.data=hybrid"), ("h100", "parallel.data=shard")):
+        (note,) = plan("causal-lm", gpu, "parallel.sequence=2", own).notes
+        assert "[parallel] of the recipe is not among the layouts that are tried" in note
     alone = plan("causal-lm", "h100", "parallel.sequence=4", "parallel.data=shard")
     assert alone.best.words[LAYOUT] == "data 1" and alone.best.config.parallel == ParallelConfig()
 

@@ -113,6 +113,8 @@ def make_plan(recipe: Config, hardware: Hardware, approximate: bool = False) -> 
         )
     config, notes = complete_sizes(for_device(recipe, hardware.is_gpu))
     dimensions = list_dimensions(config, hardware, approximate)
+    if next(list_parallel(config.parallel, hardware)) != config.parallel:
+        notes.append("[parallel] of the recipe is not among the layouts that are tried, and is left out")
     tried = list(list_candidates(config, hardware, dimensions))
     found = [one for one in tried if one.fits]
     if not found:
