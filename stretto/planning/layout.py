@@ -70,7 +70,8 @@ def list_others(alone: ParallelConfig, count: int) -> Iterator[ParallelConfig]:
     for axis in alone.axes():
         for size in (size for size in range(2, min(count, NODE) + 1) if count % size == 0):
             yield change(alone, **{axis: size})
-            yield change(alone, data="shard", **{axis: size})
+            if axis not in alone.find_repeated():  # those share weights out already
+                yield change(alone, data="shard", **{axis: size})
 
 
 def find_link(hardware: Hardware, processes: int) -> Link:

@@ -355,9 +355,8 @@ def explain(plan: Plan) -> Iterator[str]:
         if chosen.key == BATCH:
             near = sorted(others, key=lambda option: abs(int(option.words) - int(chosen.words)))[:NAMED]
             others = sorted(near, key=lambda option: int(option.words))
-        judged = [f"{option.words}: {judge(plan, option)[1]}" for option in others]
-        if len(others) > 2 * NAMED:
-            judged = list(explain_many(plan, others))
+        few = len(others) <= 2 * NAMED
+        judged = [f"{o.words}: {judge(plan, o)[1]}" for o in others] if few else [*explain_many(plan, others)]
         yield f"{chosen.key}: {chosen.words}" + (f"; {'; '.join(judged)}" if judged else ", as in the recipe")
     for option in plan.forbidden:
         yield f"{option.key}: {option.words} changes what is computed: {judge(plan, option)[1]}, by --approximate"
