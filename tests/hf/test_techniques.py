@@ -505,20 +505,25 @@ def parameters_after(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("family", ["gpt2", "mbart"])
-def test_steps_are_those_of_a_plain_loop(family: str) -> None:
+def test_steps_are_those_of_a_plain_loop(family: str, accumulate: int) -> None:
+    """A layer that is left out has no gradient, also where those of several batches are added up."""
     after, patterns = [], set()
     for by_step in (True, False):
         model = make_both(family)
-        optimizer = FlatAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
-        step = Step(model, optimizer)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = FlatAdamW(parameters, lr=1e-2, eps=1e-2, weight_decay=0.1)
+        step = Step(model, optimizer, accumulate=accumulate)
         for i in range(4):
-            batch = draw(family, seed=i)
+            batches = [draw(family, seed=2 * i + j) for j in range(accumulate)]
             if by_step:
-                step(batch)
+                for batch in batches:
+                    step(batch)
             else:
-                stretto.hf.set_step(model, i)
-                model(**batch).loss.backward()
+                stretto.hf.set_step(model, i, 1 / accumulate)
+                for batch in batches:
+                    (model(**batch).loss / accumulate).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             patterns.add(str(factors(model)))
@@ -580,6 +585,7 @@ def test_what_cannot_be_recorded_is_said() -> None:
     model = accelerated("gpt2", make=build_deep, layer_drop=HALF | {"sampling": "bernoulli"})
     assert "'bernoulli' has too many patterns to record" in find_obstacle(model)
     assert find_obstacle(make_both("gpt2")) == ""
+    assert find_obstacle(make_both("gpt2"), several=True).startswith("layers that are left out have no gradient")
 
 
 @pytest.mark.gpu
