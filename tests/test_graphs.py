@@ -203,7 +203,8 @@ def test_an_update_without_a_key_is_launched_and_recordings_stay(monkeypatch: py
     executor = graphs.Recorded(work, SimpleNamespace(recording=graphs.prepare_nothing))
 
     def record(recorder: graphs.Recorder, results: int) -> None:
-        batches, graph = [{}] * (recorder is not executor.update), Replayed(calls)
+        batches: list[Any] = [{}] * (recorder is not executor.update)
+        graph = Replayed(calls)
         shape = tuple(map(shape_of, batches))
         recorder.recordings[shape] = graphs.Recording(graph, batches, (loss,) * results, None, [])  # type: ignore
 

@@ -191,7 +191,8 @@ class Sometimes(hf.GPT2LMHeadModel):
 
 def make_sometimes() -> tuple[nn.Module, FlatAdamW]:
     torch.manual_seed(0)
-    model = stretto.accelerate(Sometimes(build("gpt2").config).to(DEVICE))
+    made: Any = Sometimes(build("gpt2").config)
+    model = stretto.accelerate(made.to(DEVICE))
     return model, FlatAdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
