@@ -181,7 +181,7 @@ class Step:
         """The loss of this batch, still on the device. Tensors of the batch may be on the CPU."""
         added = self.added + 1 if self.update.begun else 1
         if added == 1:
-            set_step(self.model, self.updates, 1.0 / self.accumulate)
+            set_step(self.model, self.updates, self.share)
         last = added == self.accumulate
         loss = self.update.run(self.update.plan(batch), self.updates, last)
         self.added, self.updates = added, self.updates + last

@@ -599,6 +599,21 @@ def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch)
     assert len(replays) > 10 and len(set(replays)) > 1
 
 
+def compare_steps(rank: int) -> None:
+    """The updates of one process with the batches of both."""
+    models = [make_both("gpt2"), make_both("gpt2")]
+    together, alone = (FlatAdamW(m.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1) for m in models)
+    step = Step(models[0], together)
+    for number in range(6):
+        step(draw("gpt2", seed=2 * number + rank))
+        stretto.hf.set_step(models[1], number, share=0.5)
+        for seed in range(2):
+            (models[1](**draw("gpt2", seed=2 * number + seed)).loss / 2).backward()
+        alone.step()
+        alone.zero_grad()
+    assert max(errors(*map(parameters_after, models)).values()) < 1e-5
+
+
 def run_rank(rank: int, port: int) -> None:
     """Each with generators and batches of its own."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -619,6 +634,7 @@ def run_rank(rank: int, port: int) -> None:
             {name: p.grad for name, p in m.named_parameters() if p.grad is not None} for m in (inner, alone)
         )
         assert max(errors(found, expected).values()) < 1e-5
+    compare_steps(rank)
     torch.distributed.barrier()  # as in test_modes.py
     del model
     torch.distributed.destroy_process_group()
