@@ -141,13 +141,16 @@ class Trainer(transformers.Trainer):
     def _open_update(self, model: nn.Module) -> Update | None:
         """Called with the first batch, when the optimizer is known, whether the model is wrapped, and what callbacks
         have hooked into since."""
-        optimizer = getattr(self.optimizer, "optimizer", None)  # accelerate's wrapper holds it
-        if not self.obstacle and model is not self.model:
-            self.obstacle = f"{type(model).__name__} is around the model"
-        if not self.obstacle and isinstance(optimizer, ScheduledAdamW):
-            self.obstacle = self._find_obstacle(optimizer)
-        if self.obstacle or not isinstance(optimizer, ScheduledAdamW):
-            log.info("CUDA graphs: off: %s", self.obstacle or "the optimizer is not Stretto's")
+        optimizer: Any = getattr(self.optimizer, "optimizer", None)  # accelerate's wrapper holds it
+        if model is not self.model:
+            found = f"{type(model).__name__} is around the model"
+        elif not isinstance(optimizer, ScheduledAdamW):
+            found = "the optimizer is not Stretto's"
+        else:
+            found = self._find_obstacle(optimizer)
+        self.obstacle = self.obstacle or found
+        if self.obstacle:
+            log.info("CUDA graphs: off: %s", self.obstacle)
             return None
         optimizer.done = False  # a training that was interrupted may have left it so
         if self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss"):  # for theirs the host waits in each step
