@@ -148,6 +148,26 @@ def test_batches_that_cannot_be_planned_are_launched_among_the_others(runs: list
     assert {type(batch) for batch in runs} == {Planned, dict}
 
 
+def test_a_smaller_batch_is_tried_where_memory_ends(runs: list[Any], tmp_path: Path) -> None:
+    """What was learned before stays, as with theirs."""
+
+    class Large(DataCollator):
+        calls = 0
+
+        def __call__(self, samples: Any) -> dict[str, Tensor]:
+            self.calls += 1
+            if self.calls > 2 and len(samples) > 3:
+                raise RuntimeError("CUDA out of memory.")
+            return super().__call__(samples)
+
+    trainers = []
+    for kind in (Trainer, hf.Trainer):
+        trainers.append(make(kind, "gpt2", tmp_path, "", {"data_collator": Large(1)}, auto_find_batch_size=True))
+        trainers[-1].train()
+    assert len(runs) > 6 and trainers[0]._train_batch_size == trainers[1]._train_batch_size < 4
+    assert_same_way(trainers[0], trainers[1])
+
+
 def test_losses_that_are_not_finite_are_left_out_of_the_log_without_asking(runs: list[Any], tmp_path: Path) -> None:
     trainer = make(Trainer, "bert-classes", tmp_path, max_steps=3, logging_steps=3)
     given, backpropagate = [], trainer._backpropagate
