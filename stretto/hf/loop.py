@@ -47,7 +47,8 @@ def bucket_length(length: int) -> int:
 
 class TokenBudgetSampler(Sampler[list[int]]):
     """Yields batches of indices, for a DataLoader's `batch_sampler`. Every epoch (`set_epoch`) draws other batches from
-    the same buckets; all processes yield equally many, of which a few may be repeated."""
+    the same buckets; all processes yield equally many, of which a few may be repeated. Where somebody else shares them
+    out, as Accelerate's `prepare` does, `rank` is 0 and `world` 1."""
 
     def __init__(
         self,

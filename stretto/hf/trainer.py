@@ -120,7 +120,6 @@ class Trainer(transformers.Trainer):
             "FSDP or DeepSpeed shards the model": self.is_fsdp_enabled or self.is_deepspeed_enabled,
             "the loss is scaled, for fp16": self.accelerator.scaler is not None,
             "the model is compiled": args.torch_compile,
-            "layers are recomputed": args.gradient_checkpointing,
             "torch_empty_cache_steps empties the cache inside of steps": args.torch_empty_cache_steps is not None,
             "compute_loss_func is a function of your own": self.compute_loss_func is not None,
         }
