@@ -161,20 +161,21 @@ class LibraryTokenizer(Tokenizer):
         raise DataError(f"{self._name} has no {role} token (looked for {', '.join(_NAMES[role])}): add one to it")
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        try:
-            encoded = [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"{self._name} cannot encode the text: {error}") from error
-        if self._leaked:
-            encoded = [[i for i in ids if i not in self._leaked] for ids in encoded]
-        return encoded
+        encoded = self._encode(texts)
+        return [[i for i in ids if i not in self._leaked] for ids in encoded] if self._leaked else encoded
 
     def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
         self._inner.encode_special_tokens = False
         try:
-            return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+            return self._encode(texts)
         finally:
             self._inner.encode_special_tokens = True
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{self._name} cannot encode the text: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)
