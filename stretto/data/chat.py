@@ -140,7 +140,7 @@ class Chat:
 
 
 def _refuse(message: str) -> None:
-    raise UnusableError(f"the chat template refuses it: {message}")
+    raise UnusableError(f"the chat template cannot write it: {message}")
 
 
 def _write_json(value: Any, indent: int | None = None) -> str:

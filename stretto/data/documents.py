@@ -147,10 +147,7 @@ def open_column(name: str, dataset: Any, column: str = "text", *, streaming: boo
 
     def read() -> Iterator[str]:
         for group in dataset.select_columns(column).iter(batch_size=1000):
-            for text in group[column]:
-                if not isinstance(text, str | None):
-                    raise DataError(f"{name}: the column {column!r} holds {type(text).__name__}, not text")
-                yield text or ""
+            yield from (rows.check_text(text or "", f"{name}: {column}") for text in group[column])
 
     if streaming:
         return _survey(name, read)

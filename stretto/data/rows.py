@@ -34,7 +34,7 @@ def name_some(names: Sequence[str], count: int) -> str:
     return ", ".join(names[:NAMED]) + (f" and {count - NAMED:,} more" if count > NAMED else "")
 
 
-class UnusableError(ValueError):
+class UnusableError(DataError):
     """Why a row cannot be used."""
 
 

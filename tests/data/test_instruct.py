@@ -18,7 +18,7 @@ from stretto.data import Data
 from stretto.data.chat import Chat, Message, open_chat, read_messages
 from stretto.data.instruct import fill
 from stretto.data.rows import UnusableError
-from stretto.data.tokenizer import load_tokenizer, train_bpe
+from stretto.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from stretto.errors import DataError
 from stretto.score import measure
 from stretto.train import train
@@ -198,6 +198,8 @@ def test_the_template_of_a_run_stays_and_is_exported(
 def test_a_template_reaches_nothing_and_may_refuse(template: str) -> None:
     with pytest.raises(UnusableError, match="the chat template cannot write it"):
         Chat(template).divide([Message("user", "a"), Message("assistant", "b")])
+    with pytest.raises(DataError, match="the chat template cannot write it"):
+        Chat(template).find_ends(ByteTokenizer())
 
 
 def test_a_template_that_is_none() -> None:

@@ -172,5 +172,5 @@ def test_a_data_set_that_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DataError, match=r"no column 'text', only 'body'"):
         read(source, streaming=True)
     write_json(folder / "train.jsonl", [{"body": i} for i in range(50)])
-    with pytest.raises(DataError, match=r"the column 'body' holds int, not text"):
+    with pytest.raises(DataError, match=r"hf:.*: body' is int, not text"):
         read(source, "body")
