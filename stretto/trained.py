@@ -56,9 +56,8 @@ def load_run_config(folder: Path) -> Config:
 
 
 def open_run_data(config: Config, folder: Path, scratch: Path) -> Data:
-    """Opens the data of a run as it was. What the run has made of them is read, and its own copy of the tokenizer;
-    should the rest be gone, it is made again in the folder `scratch`: who looks at a run of someone else's does not
-    write where its configuration says."""
+    """Opens the data of a run as it was, with its own copy of the tokenizer, and what else it has made of them. What is
+    gone is made again in the folder `scratch`, and not where the configuration of someone else's run says."""
     cfg = replace(config.data, cache=config.data.cache or str(folder / "data"))
     if cfg.tokenizer not in ("bytes", "bpe"):
         cfg = replace(cfg, tokenizer=str(folder / "data"))

@@ -162,7 +162,9 @@ def open_documents(
     """Opens the corpus that `source` names; `key` is the setting that `source` came from ("data.train"). `store` is
     where notes of large files are."""
     if source.startswith("hf:"):
-        return _open_hub(key, source, column, streaming)
+        name, dataset = load_split(key, source, streaming)
+        rows.Expected(f"{key} = {source!r}", [column]).check("the data set", dataset.column_names or [column])
+        return open_column(name, dataset, column, streaming=streaming)
     if source == "python-stdlib":
         return open_files(source, _find_library_files(), skip_binary=True)
     path, paths = Path(source), find_sources(key, source, suffix)
@@ -239,12 +241,6 @@ def _find_files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str]
 
 def _find_library_files() -> list[Path]:
     return _find_files(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_LIBRARY)
-
-
-def _open_hub(key: str, source: str, column: str, streaming: bool) -> Documents:
-    name, dataset = load_split(key, source, streaming)
-    rows.Expected(f"{key} = {source!r}", [column]).check("the data set", dataset.column_names or [column])
-    return open_column(name, dataset, column, streaming=streaming)
 
 
 def load_split(key: str, source: str, streaming: bool) -> tuple[str, Any]:

@@ -101,9 +101,8 @@ def count_held_out(total: int, share: float) -> int:
 
 
 def divide(seed: int, num_train: int, num_eval: int, share: float) -> tuple[Int64s, Int64s]:
-    """Returns the numbers of the samples to train on, and of those to evaluate on: a share of the former, unless there
-    are others. Both come in a random order: files are often sorted by class, and an evaluation during training reads
-    the first of them alone."""
+    """Returns the numbers of the samples to train on, and of those to evaluate on: a share of the former, or others in
+    a random order, since files are often sorted by class, and an evaluation during training reads the first alone."""
     random = random_stream(seed, Purpose.SPLIT)
     if num_eval:
         return np.arange(num_train), random.permutation(num_eval)
