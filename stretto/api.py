@@ -83,8 +83,7 @@ def _adopt(data: Any, config: Config) -> tuple[Config, Data]:
     if own.tokenizer is None and vocab == 0:
         vocab = -(-(own.largest + 1) // 64) * 64
     if own.largest >= (size := vocab or own.tokenizer.size):
-        source = "model.vocab" if vocab else "the tokenizer"
-        raise ConfigError(f"data= has the token id {own.largest}, but the vocabulary, by {source}, has {size}")
+        raise ConfigError(f"data= has the token id {own.largest}, but model.vocab, or data.tokenizer, has only {size}")
     return replace(config, model=replace(config.model, vocab=vocab)), own
 
 

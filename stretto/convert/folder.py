@@ -160,8 +160,7 @@ def load_model(folder: Path) -> Model:
 def write_folder(
     target: Path, model: Model, tokenizer: Tokenizer | None, labels: Sequence[str] = (), chat: Chat | None = None
 ) -> None:
-    """Publishes a model as a folder that `from_pretrained` loads; only images have no tokenizer. `chat`: of a model
-    that was trained to answer."""
+    """Publishes a model as a folder that `from_pretrained` loads; only those for images have no tokenizer."""
     require_empty(target)
     if any(isinstance(module, AddingNorm) for module in model.modules()):
         raise ConfigError(
