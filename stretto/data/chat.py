@@ -1,9 +1,10 @@
 """Conversations as text, of which the answers are learned: by the chat template of a Hugging Face folder, or plainly.
 
-A conversation is divided into segments, by turns what is asked and what is answered, that are tokenised one by one: a
-prompt is then read with the same ids when an answer is generated. The plain form has a line with the role above each
-message, and the end of a document behind each answer. In a chat template special tokens are what they stand for; a
-message that holds the text of one cannot be told from the template's own, and is not used.
+A conversation is divided into segments, by turns what is asked and what is answered. The plain form has a line with the
+role above each message, and the end of a document behind each answer; its segments are tokenised one by one. What a
+chat template writes is tokenised as a whole, as transformers does, and divided then, unless a token lies across two
+segments: some tokenizers put a space in front of a text, and none belongs in front of an answer. Special tokens in it
+are what they stand for; a message that holds the text of one cannot be told from the template's own, and is not used.
 """
 
 from __future__ import annotations
@@ -105,13 +106,13 @@ class Chat:
                 if any(name in part for message in messages for part in message):
                     raise UnusableError(f"it holds the text of the special token {name!r}")
 
-    def encode(self, segments: Sequence[Segment], tokenizer: Tokenizer) -> list[list[int]]:
-        """Returns the ids of each segment; the first ones of conversations are to begin with `begin`."""
-        texts = [segment.text for segment in segments]
+    def encode(self, conversations: Sequence[Sequence[Segment]], tokenizer: Tokenizer) -> list[list[list[int]]]:
+        """Returns the ids of each segment of each conversation, whose first ones are to begin with `begin`."""
         if self.template:
-            return tokenizer.encode_marked(texts)
-        found = tokenizer.encode_many(texts)
-        return [ids + [tokenizer.eos] * segment.is_answer for ids, segment in zip(found, segments, strict=True)]
+            return tokenizer.encode_marked([[segment.text for segment in segments] for segments in conversations])
+        found = iter(tokenizer.encode_many([segment.text for segments in conversations for segment in segments]))
+        end = [tokenizer.eos]
+        return [[next(found) + end * segment.is_answer for segment in segments] for segments in conversations]
 
     def begin(self, tokenizer: Tokenizer) -> list[int]:
         """Returns what comes before the first segment; a template writes it itself."""
@@ -125,7 +126,7 @@ class Chat:
             text = self.render([message], asks=True)
         except UnusableError as error:
             raise DataError(f"the prompt cannot be used: {error}") from error
-        (ids,) = self.encode([Segment(text, False)], tokenizer)
+        ((ids,),) = self.encode([[Segment(text, False)]], tokenizer)
         return self.begin(tokenizer) + ids
 
     def find_ends(self, tokenizer: Tokenizer) -> frozenset[int]:
@@ -134,7 +135,8 @@ class Chat:
         if not self.template:
             return frozenset({tokenizer.eos})
         *_, answer = self.divide([Message("user", _PROBE), Message("assistant", _PROBE)])
-        named, behind = tokenizer.encode_marked([self.names.get("eos_token", ""), answer.text.rpartition(_PROBE)[2]])
+        texts = self.names.get("eos_token", ""), answer.text.rpartition(_PROBE)[2]
+        (named,), (behind,) = tokenizer.encode_marked([[text] for text in texts])
         ends = [*named[:1], *[id for id in behind if id in tokenizer.special_ids][:1]]
         return frozenset(ends or [tokenizer.eos])
 

@@ -111,9 +111,9 @@ class Packed:
         parts, answers = list[Int64s](), list[Int64s]()
         rest = iter(conversations)
         while group := list(islice(rest, _GROUP)):
-            encoded = iter(chat.encode([segment for one in group for segment in one.segments], tokenizer))
-            for one in group:
-                pieces = [chat.begin(tokenizer), *islice(encoded, len(one.segments))]
+            encoded = chat.encode([one.segments for one in group], tokenizer)
+            for one, found in zip(group, encoded, strict=True):
+                pieces = [chat.begin(tokenizer), *found]
                 learned = [False, *(segment.is_answer for segment in one.segments)]
                 parts.append(np.concatenate([np.asarray(piece, np.int64) for piece in pieces]))
                 answers.append(np.repeat(learned, [len(piece) for piece in pieces]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Inner
 from typer.testing import CliRunner
 
 from stretto.batch import IGNORE, Batch
@@ -115,6 +116,29 @@ def test_a_chat_template_gives_the_ids_of_transformers(tokenizer_folder: Path, t
     asked = library.apply_chat_template(TALK[1:2], tokenize=False, add_generation_prompt=True)
     assert chat.encode_prompt(TALK[1]["content"], tokenizer) == library(asked, add_special_tokens=False)["input_ids"]
     assert chat.find_ends(tokenizer) == {library.convert_tokens_to_ids("<|im_end|>")}
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_a_space_in_front_of_a_text_is_not_put_in_front_of_answers(tmp_path: Path, crossed: bool) -> None:
+    """As in Llama 2's tokenizer. A conversation in which a token lies across the two is tokenised in parts."""
+    from tokenizers import models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<s>", "</s>", "<unk>", *sorted({*"[INST]/hello there hi you"}), "\u2581", "]h"]
+    merges = [("]", "h")] if crossed else []
+    inner = Inner(models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>"))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    library = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="</s>")
+    template = "{% for m in messages %}{{ '[INST]%s[/INST]' % m.content if m.role == 'user' else m.content + '</s>' }}"
+    chat, tokenizer = Chat(template + "{% endfor %}", {"eos_token": "</s>"}), load_tokenizer(tmp_path)
+    segments = chat.divide([Message("user", "hello there"), Message("assistant", "hi you")] * 2)
+    (found,) = chat.encode([segments], tokenizer)
+    texts = ["".join(library.convert_ids_to_tokens(ids)).replace("\u2581", " ") for ids in found]
+    assert [text.strip() for text in texts] == [segment.text for segment in segments]
+    whole = library("".join(segment.text for segment in segments), add_special_tokens=False)["input_ids"]
+    assert (list(chain(*found)) == whole) == (not crossed) and texts[1].startswith(" ") == crossed
 
 
 @pytest.mark.parametrize("key", ["role", "content"])
