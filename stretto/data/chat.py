@@ -107,16 +107,15 @@ class Chat:
                     raise UnusableError(f"it holds the text of the special token {name!r}")
 
     def encode(self, conversations: Sequence[Sequence[Segment]], tokenizer: Tokenizer) -> list[list[list[int]]]:
-        """Returns the ids of each segment of each conversation, whose first ones are to begin with `begin`."""
+        """Returns the ids of each segment of each conversation."""
         if self.template:
             return tokenizer.encode_marked([[segment.text for segment in segments] for segments in conversations])
         found = iter(tokenizer.encode_many([segment.text for segments in conversations for segment in segments]))
-        end = [tokenizer.eos]
-        return [[next(found) + end * segment.is_answer for segment in segments] for segments in conversations]
-
-    def begin(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns what comes before the first segment; a template writes it itself."""
-        return [] if self.template else [tokenizer.bos]
+        bos, eos = [tokenizer.bos], [tokenizer.eos]
+        return [
+            [bos * (i == 0) + next(found) + eos * segment.is_answer for i, segment in enumerate(segments)]
+            for segments in conversations
+        ]
 
     def encode_prompt(self, prompt: str, tokenizer: Tokenizer) -> list[int]:
         """Returns the ids of what a user asks, up to where the answer begins."""
@@ -127,7 +126,7 @@ class Chat:
         except UnusableError as error:
             raise DataError(f"the prompt cannot be used: {error}") from error
         ((ids,),) = self.encode([[Segment(text, False)]], tokenizer)
-        return self.begin(tokenizer) + ids
+        return ids
 
     def find_ends(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Returns the ids that end an answer: what the tokenizer calls its end, and the first special token that a

@@ -112,9 +112,8 @@ class Packed:
         rest = iter(conversations)
         while group := list(islice(rest, _GROUP)):
             encoded = chat.encode([one.segments for one in group], tokenizer)
-            for one, found in zip(group, encoded, strict=True):
-                pieces = [chat.begin(tokenizer), *found]
-                learned = [False, *(segment.is_answer for segment in one.segments)]
+            for one, pieces in zip(group, encoded, strict=True):
+                learned = [segment.is_answer for segment in one.segments]
                 parts.append(np.concatenate([np.asarray(piece, np.int64) for piece in pieces]))
                 answers.append(np.repeat(learned, [len(piece) for piece in pieces]))
         # The model reads all but the last token of a conversation.
