@@ -139,6 +139,14 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Mix:
+    """What is in each image besides itself. Not a tuple: FSDP2 would round the shares."""
+
+    labels: Tensor  # int64 [N]: of the other image
+    shares: Tensor  # fp32 [N]: how much of the loss the image's own label has; the other one has the rest
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch. Which fields are set depends on the kind of model."""
 
@@ -149,6 +157,7 @@ class Batch:
     label_at: Tensor | None = None  # int64 [M]: labels are for these tokens only (masked LM, classes of texts)
     source: Sequences | None = None  # what the encoder of an encoder-decoder reads
     pixels: Tensor | None = None  # float [N, C, H, W]
+    mix: Mix | None = None  # None: each image is only itself
     depths: dict[str, Depth] = field(default_factory=dict)  # by the name of the stack; in others every block works
 
     def to(self, device: torch.device) -> Batch:

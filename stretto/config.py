@@ -21,7 +21,7 @@ from stretto.errors import ConfigError
 from stretto.estimate import Dropped, Kept, Narrow, Own, Section
 from stretto.files import read_text
 from stretto.presets import PRESETS
-from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, show
+from stretto.values import MOST_BYTES, MOST_TOKENS, check_range, parse, read_policy, show
 
 LOGGERS = ("wandb", "mlflow")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)(GiB|%)")
@@ -70,14 +70,34 @@ class DataConfig:
     mask_share: float = 0.15  # masked: share of positions to predict
     augment: bool = False  # images: training sees a random part of each image, mirrored half of the time
     crop_scale: float = 0.08  # augment: the least share of the area that such a part has
+    # Images: RandAugment, by timm's name for it, such as "rand-m9-mstd0.5-inc1"; empty: there is none. docs/data.md has
+    # the values of DeiT for this and for what follows.
+    aa: str = ""
+    reprob: float = 0.0  # images: how often parts of one are erased
+    remode: Literal["const", "rand", "pixel"] = "pixel"  # reprob: what is there then: grey, a random colour, or noise
+    recount: int = 1  # reprob: the most parts of an image that are erased
+    mixup: float = 0.0  # images: alpha of Mixup, which makes means of two images and of their labels; 0: there is none
+    cutmix: float = 0.0  # images: alpha of CutMix, which puts a part of one image into another one; 0: there is none
+    mixup_prob: float = 1.0  # mixup, cutmix: how often an image is mixed at all
+    mixup_switch_prob: float = 0.5  # mixup and cutmix: how often an image is mixed by the latter
     own: str = ""  # set by stretto.train(data=...) in Python: the class of the data, which no recipe can open again
 
     def __post_init__(self) -> None:
         _require_positive("data", self, "vocab", "seq_len", "batch_size", "max_tokens")
         _require(self.vocab <= MOST_TOKENS, f"data.vocab = {self.vocab:,} is more than {MOST_TOKENS:,}")
         _require(0.0 < self.crop_scale <= 1.0, "data.crop_scale must be above 0, and at most 1")
+        _require(1 <= self.recount <= 100, "data.recount must be from 1 to 100")
+        _require_not_negative("data", self, "mixup", "cutmix")
+        for key in ("reprob", "mixup_prob", "mixup_switch_prob"):
+            _require(0.0 <= getattr(self, key) <= 1.0, f"data.{key} is a probability: it must be from 0 to 1")
+        read_policy(self.aa)
         for key in ("held_out", "mask_share"):
             _require(0.0 < getattr(self, key) < 1.0, f"data.{key} must be between 0 and 1")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images of training have two labels."""
+        return self.mixup > 0 or self.cutmix > 0
 
 
 @dataclass(frozen=True)
@@ -482,6 +502,16 @@ class Config:
         )
         _require(
             self.data.task != "images" or self.model.channels == 3, "model.channels must be 3: images are read as RGB"
+        )
+        for key in ("augment", "aa", "reprob", "mixup", "cutmix"):
+            _require(
+                not getattr(self.data, key) or (self.data.task == "images" and not self.data.own),
+                f"data.{key} is for images that Stretto reads: leave it out, or set data.task to 'images'",
+            )
+        _require(
+            not self.data.mixes or not self.model.own,
+            "data.mixup and data.cutmix give an image two labels, and a model of your own computes its loss by itself:"
+            " leave them out",
         )
         _require(
             self.data.task != "masked" or self.model.classes == 0,

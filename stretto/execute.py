@@ -75,7 +75,10 @@ class Executor:
         """Before update number `step`, the first of this run. `batches_of` gives the micro-batches of any update."""
 
     def turn_to(self, key: Hashable) -> None:
-        """Before updates with this `key`."""
+        """Before a batch of an update with this `key`, or one (None) that is not like others."""
+
+    def forget(self) -> None:
+        """What was run so far launches other operations from now on."""
 
     def learn(self, batch: Any) -> Tensor:
         return self.work.learn(batch)

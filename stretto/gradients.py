@@ -60,6 +60,10 @@ class Gradients:
     def release(self) -> None:
         """Gives back memory that is kept from step to step."""
 
+    def has_strays(self) -> bool:
+        """Whether there are gradients that have no place, where others have one."""
+        return False
+
 
 class Averaged(Gradients):
     def __init__(self, model: nn.Module) -> None:
@@ -117,9 +121,19 @@ class Static(Gradients):
 
     def settle(self) -> None:
         """What the very first backward pass has made moves into place. Parameters without a gradient then never get a
-        place: what later passes give them goes with the update."""
+        place: what later passes give them goes with the update. Other processes would not hear of it."""
         if not self.flats:
             self.gather()
+        elif self.has_strays() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            first = next(names[id(p)] for p in self.unplaced if p.grad is not None)
+            raise ValueError(
+                f"{first} has a gradient now, and had none in the first batch, so that processes do not add it up:"
+                " begin with a batch that uses all that is trained, or freeze it"
+            )
+
+    def has_strays(self) -> bool:
+        return any(p.grad is not None for p in self.unplaced)
 
     def gather(self) -> None:
         grads: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
@@ -158,7 +172,7 @@ class Static(Gradients):
     def zero(self, optimizer: torch.optim.Optimizer) -> None:
         for flat in self.flats:
             flat.zero_()
-        for p in self.unplaced:
+        for p in self.unplaced if self.flats else self.parameters:
             p.grad = None
 
     def release(self) -> None:

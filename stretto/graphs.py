@@ -79,7 +79,7 @@ class Memory:
             finally:
                 torch._C._cuda_endAllocateToPool(device, self.pool)
                 torch._C._cuda_releasePool(device, self.pool)
-        usual.wait_stream(self.stream)
+                usual.wait_stream(self.stream)  # after an error, too: gradients are then zeroed
 
     @contextmanager
     def recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -137,21 +137,28 @@ class Recorder:
         self.seen: Counter[object] = Counter()
         self.recordings: dict[object, Recording] = {}
 
-    def run(self, *batches: Any) -> tuple[Tensor, ...]:
-        shape = tuple(map(shape_of, batches))
-        if shape not in self.recordings:
-            if not self.comes_again(shape) or len(self.recordings) == MOST or not self.pays():
-                with self.memory.borrowed():
-                    results = self.work(*batches)
-                return tuple(result.clone() for result in results)
-            self.recordings[shape] = self.record(batches)
-        recording = self.recordings[shape]
+    def run(self, *batches: Any, launched: bool = False) -> tuple[Tensor, ...]:
+        """`launched`: nothing is recorded or replayed, whatever the shape."""
+        recording = None if launched else self.find(batches)
+        if recording is None:
+            with self.memory.borrowed():
+                results = self.work(*batches)
+            return tuple(result.clone() for result in results)
         for own, batch in zip(recording.batches, batches, strict=True):
             copy_into(own, batch)
         recording.graph.replay()
         self.replays += 1
         increment_version(recording.written)
         return tuple(result.clone() for result in recording.results)
+
+    def find(self, batches: tuple[Any, ...]) -> Recording | None:
+        """The recording for batches of this shape, which may be made here; None: they are to be launched."""
+        shape = tuple(map(shape_of, batches))
+        if shape not in self.recordings:
+            if not self.comes_again(shape) or len(self.recordings) == MOST or not self.pays():
+                return None
+            self.recordings[shape] = self.record(batches)
+        return self.recordings[shape]
 
     def forget(self) -> None:
         """What is recorded will not come again: other shapes get its place."""
@@ -194,6 +201,7 @@ class Recorded(Executor):
         self.passes = Recorder(lambda batch: (work.learn(batch),), prepare_nothing, self.memory)
         self.update = Recorder(lambda: (work.apply(),), optimizer.recording, self.memory)
         self.key: Hashable = None
+        self.launched = False  # the update that runs is launched; what is recorded stays
 
     @property
     def recording_seconds(self) -> float:
@@ -203,29 +211,30 @@ class Recorded(Executor):
         return to_bucket(batch)
 
     def run(self, batches: Sequence[tuple[int, Any]], key: Hashable = ()) -> tuple[Tensor, Tensor]:
-        if key is None:  # launched; what is recorded stays
-            with self.memory.borrowed():
-                loss, norm = Executor(self.work).run(batches)
-            return loss.clone(), norm.clone()
         self.turn_to(key)
         if self.work.gradients.stay:
             return super().run(batches)
         ((index, batch),) = batches
         self.work.seed_for(index)
-        loss, norm = self.whole.run(batch)
+        loss, norm = self.whole.run(batch, launched=self.launched)
         return loss, norm
 
     def turn_to(self, key: Hashable) -> None:
-        if key != self.key:
+        self.launched = key is None
+        if not self.launched and key != self.key:
             self.key = key
             self.whole.forget()
             self.passes.forget()
 
+    def forget(self) -> None:
+        for recorder in (self.whole, self.passes, self.update):
+            recorder.forget()
+
     def learn(self, batch: Any) -> Tensor:
-        return self.passes.run(batch)[0]
+        return self.passes.run(batch, launched=self.launched)[0]
 
     def apply(self) -> Tensor:
-        return self.update.run()[0]
+        return self.update.run(launched=self.launched)[0]
 
 
 class Auto(Executor):

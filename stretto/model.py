@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.attention import as_rows, attend
-from stretto.batch import IGNORE, Batch, Depth, Layout, Part, Sequences, Share, dense_layout
+from stretto.batch import IGNORE, Batch, Depth, Layout, Mix, Part, Sequences, Share, dense_layout
 from stretto.config import ModelConfig, RopeScaling
 
 X = TypeVar("X")
@@ -366,7 +366,7 @@ class Model(nn.Module):
         if isinstance(self.head, LMHead) and not with_logits:
             return self.compute_loss(self.head, self.features(batch), batch)
         logits = self.logits(batch)
-        loss = summed_loss(logits, batch.labels, self._smoothing())
+        loss = summed_loss(logits, batch.labels, self._smoothing(), batch.mix)
         return (loss, logits) if with_logits else loss
 
     def compute_loss(self, head: LMHead, features: Tensor, batch: Batch) -> Tensor:
@@ -607,9 +607,14 @@ def activate(x: Tensor, name: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def summed_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+def summed_loss(logits: Tensor, labels: Tensor, smoothing: float, mix: Mix | None = None) -> Tensor:
     logits = _at_least_fp32(logits)
-    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    if mix is None:
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    own, other = (
+        F.cross_entropy(logits, each, reduction="none", label_smoothing=smoothing) for each in (labels, mix.labels)
+    )
+    return (mix.shares * own + (1 - mix.shares) * other).sum()
 
 
 def build_norm(cfg: ModelConfig) -> nn.Module:

@@ -248,6 +248,10 @@ class FlatAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
         if self._norm is None:
             self._aim()
         self.take_rates()
@@ -269,7 +273,6 @@ class FlatAdamW(torch.optim.Optimizer):
             increment_version(self._written)
         self._fresh = {}
         self._norm, self._limit = None, math.inf
-        return loss
 
     @contextmanager
     def recording(self) -> Iterator[tuple[list[Tensor | None], list[Tensor]]]:

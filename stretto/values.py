@@ -6,6 +6,7 @@ ways of its own, is refused here, so that a configuration is either right or a `
 
 from __future__ import annotations
 
+import re
 import tomllib
 from typing import Any
 
@@ -15,6 +16,10 @@ MOST_BYTES = 1 << 18  # of a recipe
 MOST_DOTS = 100  # in a line of it; the parser's time grows with the square of the parts of a key
 MOST_TOKENS = 1 << 24  # of a vocabulary: the largest have a tenth of it, and the libraries abort where memory ends
 SHOWN = 200  # characters of a value in a message
+# The numbers in data.aa: magnitude, operations on each image, standard deviation of the magnitude, and whether all
+# operations change more with it. Each with its default and the largest that there is.
+POLICY = {"m": (10.0, 10.0), "n": (2.0, 15.0), "mstd": (0.0, 100.0), "inc": (0.0, 1.0)}
+_POLICY_PART = re.compile(r"(?=m|\w+$)(m|mstd|n|inc)(\d+(?:\.\d+)?)")  # n and inc are whole
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -52,3 +57,18 @@ def show(value: Any) -> str:
     except (ValueError, RecursionError):
         return f"a very large {type(value).__name__}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def read_policy(aa: str) -> dict[str, float]:
+    """Reads the numbers in data.aa, by their names; there are none if it is empty."""
+    if not aa:
+        return {}
+    name, *parts = aa.split("-")
+    found = {match[1]: float(match[2]) for part in parts if (match := _POLICY_PART.fullmatch(part))}
+    if name != "rand" or len(found) != len(parts) or any(value > POLICY[key][1] for key, value in found.items()):
+        raise ConfigError(
+            f"data.aa = {show(aa)} must be a RandAugment of timm's, such as 'rand-m9-mstd0.5-inc1': each of "
+            + ", ".join(f"{key} (at most {most:g})" for key, (_, most) in POLICY.items())
+            + " at most once; n and inc are whole"
+        )
+    return {key: default for key, (default, _) in POLICY.items()} | found

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 import stretto
 import stretto.build
-from stretto import checkpoint, graphs
+from stretto import checkpoint
 from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.config import Config, build_config
 from stretto.errors import ConfigError
@@ -321,22 +320,8 @@ def test_a_block_keeps_fewer_bytes(make_config: MakeConfig) -> None:
         assert 0 <= block - (wanted * config.model.width + statistics) * 64 <= 4 * 4, "and the scale of a layer's input"
 
 
-def test_watched_updates_are_launched_and_recordings_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever replays graphs launches an update whose key is None, and forgets nothing."""
-    calls: list[str] = []
-    loss = torch.zeros(())
-    gradients: Any = SimpleNamespace(stay=False, sync=lambda last: torch.no_grad(), finish=lambda: None)
-    work: Any = SimpleNamespace(
-        gradients=gradients, device=CPU, seed_for=lambda index: None,
-        learn=lambda batch: calls.append("learn") or loss, apply=lambda: calls.append("apply") or loss,
-    )  # fmt: skip
-    replay, forget = lambda *_: calls.append("replay") or (loss, loss), lambda: calls.append("forget")
-    monkeypatch.setattr(graphs, "Memory", lambda: SimpleNamespace(borrowed=torch.no_grad))
-    monkeypatch.setattr(graphs, "Recorder", lambda *_: SimpleNamespace(run=replay, forget=forget))
-    executor = graphs.Recorded(work, SimpleNamespace(recording=None))
-    for key in ((), None, ()):
-        executor.run([(0, None)], key)
-    assert calls == ["forget", "forget", "replay", "learn", "apply", "replay"]
+def test_an_update_that_is_watched_has_no_key() -> None:
+    """Whoever replays graphs launches it, and forgets nothing (tests/test_graphs.py)."""
     found = technique_of(build_config({"techniques": {"fp8": ALL, "fused": True}, "train": {"precision": "bf16"}}))
     found.watched = ["decoder.blocks.0.mlp.up"]
     assert found.graph_key(0) is None and LOOK > 1

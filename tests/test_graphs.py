@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,9 +179,52 @@ def test_what_a_replay_changes_is_made_known_to_autograd() -> None:
         loss.backward()
 
 
+class Replayed:
+    """A graph whose replay is noted."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def replay(self) -> None:
+        self.calls.append("replay")
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_an_update_without_a_key_is_launched_and_recordings_stay(monkeypatch: pytest.MonkeyPatch, stay: bool) -> None:
+    """One that a technique watches, say; with gradients that stay in place, too."""
+    monkeypatch.setattr(graphs, "Memory", lambda: SimpleNamespace(borrowed=nullcontext))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls, loss = list[str](), torch.zeros(())
+    gradients: Any = SimpleNamespace(stay=stay, sync=lambda last: nullcontext(), finish=lambda: None)
+    work: Any = SimpleNamespace(
+        gradients=gradients, device=torch.device("cpu"), seed_for=lambda index: None,
+        learn=lambda batch: calls.append("learn") or loss, apply=lambda: calls.append("apply") or loss,
+    )  # fmt: skip
+    executor = graphs.Recorded(work, SimpleNamespace(recording=graphs.prepare_nothing))
+
+    def record(recorder: graphs.Recorder, results: int) -> None:
+        batches: list[Any] = [{}] * (recorder is not executor.update)
+        graph = Replayed(calls)
+        shape = tuple(map(shape_of, batches))
+        recorder.recordings[shape] = graphs.Recording(graph, batches, (loss,) * results, None, [])  # type: ignore
+
+    executor.turn_to(())
+    for recorder, results in ((executor.whole, 2), (executor.passes, 1), (executor.update, 1)):
+        record(recorder, results)
+    for key in ((), None, ()):
+        executor.run([(0, {})], key)
+    replays = ["replay"] * (1 + stay)
+    assert calls == [*replays, "learn", "apply", *replays]
+    executor.turn_to("another")
+    assert not executor.whole.recordings and not executor.passes.recordings and executor.update.recordings
+    executor.forget()
+    assert not executor.update.recordings
+
+
 @pytest.mark.gpu
-def test_images_train_bit_for_bit_as_without(run: Run, tmp_path: Path) -> None:
-    data: dict[str, Any] = {"data__task": "images", "data__train": str(write_images(tmp_path / "images.npz"))}
+@pytest.mark.parametrize("mixed", [{}, {"data__mixup": 0.8, "data__cutmix": 1.0}], ids=["plain", "mixed"])
+def test_images_train_bit_for_bit_as_without(run: Run, tmp_path: Path, mixed: dict[str, float]) -> None:
+    data: dict[str, Any] = {"data__task": "images", "data__train": str(write_images(tmp_path / "images.npz")), **mixed}
     data |= {"model__kind": "vit", "model__image_size": 16, "model__patch": 8, "data__join_documents": False}
     assert_equal(run("off", **data), run("on", **data, train__graphs="on"))
 
@@ -510,6 +555,18 @@ def test_batches_of_one_shape(name: str) -> None:
         assert wanted is None or (torch.equal(mine, wanted) and mine is not first)
     if own.inputs is not None and other.inputs is not None:
         assert torch.equal(own.inputs.ids, other.inputs.ids) and not torch.equal(own.inputs.ids, one.inputs.ids)  # type: ignore[union-attr]
+
+
+def test_processes_do_not_add_up_what_only_one_of_them_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    always, sometimes = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    gradients = Static(torch.nn.ModuleDict({"always": always, "sometimes": sometimes}))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    always(torch.ones(1, 2)).sum().backward()
+    gradients.settle()
+    sometimes(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"^sometimes\.weight has a gradient now, and had none in the first batch"):
+        gradients.settle()
 
 
 def test_static_gradients_of_parameters_that_are_used_later_go_with_the_update() -> None:

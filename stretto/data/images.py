@@ -25,11 +25,13 @@ from torch.nn import functional as F
 from stretto.batch import Batch, Counts
 from stretto.capacity import find_machine_memory
 from stretto.config import DataConfig
-from stretto.data.augment import View, draw_views
+from stretto.data.augment import Look, View, draw_views, erase, mix_pairs
 from stretto.data.documents import describe_left_out
+from stretto.data.rand_augment import draw_operations
 from stretto.data.stream import Data, EpochOrder, Int64s, batch_positions, divide, number_labels
 from stretto.errors import DataError
 from stretto.files import open_regular
+from stretto.values import read_policy
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -45,8 +47,8 @@ MOST_PIXELS = 89_478_485  # of an image, where Pillow begins to warn: a small fi
 MOST_CLASSES = 1 << 20  # where labels are numbers, and names are made for all up to the largest
 _IDENTIFIED, _AT_LEAST = 1 << 30, 1 << 12  # bytes by which all images are identified, and each of them
 
-
-Views = Sequence[View | None]
+Looks = Sequence[Look]
+WHOLE = Look()
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Images:
     names: tuple[str, ...]  # of the classes
     labels: Int64s  # [number of images], places in `names`
     fingerprint: str
-    # Samples, image size, and what is to be seen of each, or all -> float32 [N, 3, size, size] from -1 to 1.
-    read: Callable[[list[int], int, Views], Tensor]
+    # Samples, image size, and how each is to be seen -> float32 [N, 3, size, size] from -1 to 1.
+    read: Callable[[list[int], int, Looks], Tensor]
     left_out: Set[str] = frozenset()  # files that are not images by their names
 
 
@@ -74,11 +76,11 @@ def open_folder(key: str, folder: Path) -> Images:
     threads = ThreadPoolExecutor(thread_name_prefix="decode")
     fingerprint = _identify(folder, paths, threads)
 
-    def read(samples: list[int], image_size: int, views: Views) -> Tensor:
+    def read(samples: list[int], image_size: int, looks: Looks) -> Tensor:
         """Reads files by many threads, which Pillow lets work at the same time; without torch, whose operators would
         each start threads of their own."""
         pixels = torch.empty(len(samples), 3, image_size, image_size)
-        for _ in threads.map(_read_into, pixels.numpy(), [paths[i] for i in samples], views):
+        for _ in threads.map(_read_into, pixels.numpy(), [paths[i] for i in samples], looks):
             pass  # but raise what went wrong
         return pixels
 
@@ -145,13 +147,16 @@ def open_arrays(key: str, path: Path) -> Images:
     if len(names) < num_classes:
         raise DataError(f"{key}: {path} has labels up to {num_classes - 1} but only {len(names)} `names`")
 
-    def read(samples: list[int], image_size: int, views: Views) -> Tensor:
+    def read(samples: list[int], image_size: int, looks: Looks) -> Tensor:
         pixels = torch.from_numpy(images[samples]).permute(0, 3, 1, 2).float()
-        if any(views):
-            parts = [_resize(_cut(*pair), image_size) for pair in zip(pixels, views, strict=True)]
+        if any(look.view for look in looks):
+            parts = [_resize(_cut(image, look.view), image_size) for image, look in zip(pixels, looks, strict=True)]
             pixels = torch.cat(parts)
         else:
             pixels = _resize(pixels, image_size)
+        if any(look.operations for look in looks):
+            colours = pixels.expand(-1, 3, -1, -1)
+            pixels = torch.stack([_edit(image, look) for image, look in zip(colours, looks, strict=True)])
         _normalise(pixels)
         return pixels.expand(-1, 3, -1, -1).contiguous()  # grey becomes three equal channels
 
@@ -172,6 +177,16 @@ def _cut(image: Tensor, view: View | None) -> Tensor:
     left, top, right, bottom = view.find_box(image.shape[2], image.shape[1])
     part = image[None, :, top:bottom, left:right]
     return part.flip(3) if view.flipped else part
+
+
+def _edit(image: Tensor, look: Look) -> Tensor:
+    """Returns an image [3, H, W] with values from 0 to 255 after its operations, for which it is rounded to bytes."""
+    if not look.operations:
+        return image
+    from PIL import Image
+
+    edited = look.edit(Image.fromarray(image.round().byte().permute(1, 2, 0).numpy()))
+    return torch.from_numpy(np.array(edited)).permute(2, 0, 1).float()
 
 
 def _check_images(where: str, images: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -198,11 +213,11 @@ def read_image(path: Path, image_size: int) -> Tensor:
     return pixels
 
 
-def _read_into(pixels: npt.NDArray[np.float32], path: Path, view: View | None = None) -> None:
+def _read_into(pixels: npt.NDArray[np.float32], path: Path, look: Look = WHOLE) -> None:
     """Fills `pixels` [3, height, width] with an image file, or what is to be seen of it, at that size."""
     from PIL import Image
 
-    _, height, width = pixels.shape
+    (_, height, width), view = pixels.shape, look.view
     try:
         with open_regular(path) as file, Image.open(file, formats=sorted(set(FORMATS.values()))) as image:
             if image.width * image.height > MOST_PIXELS:
@@ -213,8 +228,9 @@ def _read_into(pixels: npt.NDArray[np.float32], path: Path, view: View | None = 
         raise
     except Exception as error:  # Pillow's readers raise anything, if only a byte is wrong
         raise DataError(f"cannot read the image {path}: {error}") from error
-    mirror = -1 if view is not None and view.flipped else 1
-    pixels[:] = np.asarray(resized).transpose(2, 0, 1)[:, :, ::mirror]
+    if view is not None and view.flipped:
+        resized = resized.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    pixels[:] = np.asarray(look.edit(resized)).transpose(2, 0, 1)
     _normalise(pixels)
 
 
@@ -251,7 +267,7 @@ def _open_images(key: str, source: str) -> Images:
 class ImageData(Data):
     def __init__(self, cfg: DataConfig, seed: int, image_size: int) -> None:
         assert image_size > 0, "images need a size"
-        self._cfg, self._image_size, self._seed = cfg, image_size, seed
+        self._cfg, self._image_size, self._seed, self._policy = cfg, image_size, seed, read_policy(cfg.aa)
         self._train = self._held_out = _open_images("data.train", cfg.train)
         self.labels, self.fingerprint = self._train.names, self._train.fingerprint
         if cfg.eval:
@@ -270,12 +286,23 @@ class ImageData(Data):
 
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
         positions = batch_positions(index, self._cfg.batch_size, part, parts)
-        samples, views = self._train_samples[self._order.samples(positions)], None
-        if self._cfg.augment:
+        if not self._cfg.mixes:
+            return self._see(positions)
+        pairs = range(positions.start // 2 * 2, -(-positions.stop // 2) * 2)
+        return mix_pairs(self._see(pairs), pairs.start, positions, self._cfg, self._seed)
+
+    def _see(self, positions: range) -> Batch:
+        """The images at these positions of the stream as training sees them, each by itself."""
+        cfg, seed, samples = self._cfg, self._seed, self._train_samples[self._order.samples(positions)]
+        views: Sequence[View | None] = [None] * len(positions)
+        if cfg.augment:
             epochs = [position // self.num_train for position in positions]
-            scale, number = self._cfg.crop_scale, len(self._train.labels)
-            views = draw_views(self._seed, epochs, samples.tolist(), number, scale)
-        return self._batch(self._train, samples, views)
+            views = draw_views(seed, epochs, samples.tolist(), len(self._train.labels), cfg.crop_scale)
+        operations = [draw_operations(self._policy, seed, position) for position in positions]
+        batch = self._batch(self._train, samples, list(map(Look, views, operations)))
+        if cfg.reprob and batch.pixels is not None:
+            erase(batch.pixels.numpy(), cfg, seed, positions)
+        return batch
 
     def eval_batch(self, index: int) -> Batch:
         positions = batch_positions(index, self._cfg.batch_size)
@@ -288,8 +315,8 @@ class ImageData(Data):
             + describe_left_out(self._train.left_out | self._held_out.left_out, "images")
         )
 
-    def _batch(self, images: Images, samples: Int64s, views: Views | None = None) -> Batch:
+    def _batch(self, images: Images, samples: Int64s, looks: Looks | None = None) -> Batch:
         count, chosen = len(samples), samples.tolist()
-        pixels = images.read(chosen, self._image_size, views or [None] * count)
+        pixels = images.read(chosen, self._image_size, looks or [WHOLE] * count)
         labels = torch.from_numpy(images.labels[samples])
         return Batch(labels, Counts(count, count, count, pairs=0), tuple(chosen), pixels=pixels)

@@ -59,6 +59,9 @@ class Purpose(IntEnum):
     EVAL_MASK = 3
     SPLIT = 4
     AUGMENT = 5
+    OPERATIONS = 6
+    ERASE = 7
+    MIX = 8
 
 
 def random_stream(seed: int, purpose: Purpose, number: int = 0) -> np.random.Generator:

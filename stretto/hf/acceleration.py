@@ -137,7 +137,7 @@ def restore(model: Model) -> Model:
 
 
 def report(model: nn.Module) -> Report:
-    return _record(model).report
+    return _find_record(model).report
 
 
 def set_step(
@@ -207,6 +207,12 @@ def _check(model: nn.Module) -> None:
     for parameter_name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{parameter_name} is on the meta device: load the weights before accelerate(model)")
+        if parameter.is_cuda and parameter.device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"{parameter_name} is on {parameter.device}, and kernels are launched on the current device, which is"
+                f" cuda:{torch.cuda.current_device()}: call torch.cuda.set_device({parameter.device.index}) before, and"
+                " keep the model on one GPU"
+            )
         if not parameter.is_floating_point() or type(parameter) is not nn.Parameter:
             raise ValueError(
                 f"{parameter_name} is {type(parameter).__name__} {parameter.dtype}; accelerate works on plain "

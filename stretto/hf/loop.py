@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import Sampler
 
 from stretto.batch import IGNORE
@@ -47,7 +47,8 @@ def bucket_length(length: int) -> int:
 
 class TokenBudgetSampler(Sampler[list[int]]):
     """Yields batches of indices, for a DataLoader's `batch_sampler`. Every epoch (`set_epoch`) draws other batches from
-    the same buckets; all processes yield equally many, of which a few may be repeated."""
+    the same buckets; all processes yield equally many, of which a few may be repeated. Where somebody else shares them
+    out, as Accelerate's `prepare` does, `rank` is 0 and `world` 1."""
 
     def __init__(
         self,
@@ -157,9 +158,10 @@ def _pad(values: Sequence[Tensor], width: int, fill: int) -> Tensor:
 class Step:
     def __init__(self, model: nn.Module, optimizer: FlatAdamW, clip: float = 0.0, accumulate: int = 1) -> None:
         """`clip` is the largest norm of the gradients; with 0 there is none. An update is by the mean of the losses of
-        `accumulate` batches, and of all processes."""
-        if isinstance(model, DistributedDataParallel):
-            raise ValueError("Step takes the model inside DistributedDataParallel: it exchanges gradients itself")
+        `accumulate` batches, and of all processes. An error in one of them drops the update: the next batch is the
+        first of a new one."""
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            raise ValueError(f"Step takes the model inside {type(model).__name__}: it exchanges gradients itself")
         if accumulate < 1:
             raise ValueError(f"accumulate = {accumulate} is the number of batches of an update: at least 1")
         if not is_accelerated(model):
@@ -171,18 +173,20 @@ class Step:
             _check_alike(model, optimizer, world)
         self.model, self.accumulate, self.share = model, accumulate, 1.0 / (accumulate * world)
         self.updates = 0  # number of updates so far, for schedules; a run that is resumed sets it
-        self.added = 0  # batches whose gradients wait for an update
+        self.added = 0  # batches of the update that was under way last
         several = self.share < 1.0
-        self.update = Update(model, optimizer, clip, self._backpropagate, find_obstacle(model), several)
+        obstacle = find_obstacle(model, optimizer, several)
+        self.update = Update(model, optimizer, clip, self._backpropagate, obstacle, several)
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """The loss of this batch, still on the device. Tensors of the batch may be on the CPU."""
-        number = self.updates
-        set_step(self.model, number, 1.0 / self.accumulate)
-        self.added = (self.added + 1) % self.accumulate
-        last = self.added == 0
-        self.updates += last
-        return self.update.run(self.update.plan(batch), number, last)
+        added = self.added + 1 if self.update.begun else 1
+        if added == 1:
+            set_step(self.model, self.updates, self.share)
+        last = added == self.accumulate
+        loss = self.update.run(self.update.plan(batch), self.updates, last)
+        self.added, self.updates = added, self.updates + last
+        return loss
 
     def _backpropagate(self, inputs: dict[str, Any]) -> Tensor:
         loss: Tensor | None = self.model(**inputs).loss

@@ -55,6 +55,7 @@ class Trainer(transformers.Trainer):
     update: Update | None = None  # what makes whole updates in this training; None: they run as theirs
     obstacle = "there is no training"  # why they do
     opened = False  # whether `update` is decided
+    told: int | None = None  # number of the update that techniques know of
     filters = False  # whether losses that are not finite are left out of what is logged here, and not by theirs
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,29 +74,43 @@ class Trainer(transformers.Trainer):
         return _accelerate_once(super().call_model_init(*args, **kwargs))
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        given = self.optimizer_cls_and_kwargs
-        if given is None and not (self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_model_parallel):
-            model: Any = self.model
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-            if kind is torch.optim.AdamW:
-                weights = "split" if any(p.dtype == torch.bfloat16 for p in model.parameters()) else "fp32"
-                ours = {name: options[name] for name in ("lr", "betas", "eps")}  # torch's may have one more, its kernel
-                self.optimizer_cls_and_kwargs = (ScheduledAdamW, ours | {"weights": weights})
-        try:
-            return super().create_optimizer(*args, **kwargs)
-        finally:
-            self.optimizer_cls_and_kwargs = given
+        given, model = self.optimizer_cls_and_kwargs, self.model
+        theirs = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.is_model_parallel or given is not None
+        # For other names nobody asks here: an answer may hook an optimizer into each parameter.
+        if not theirs and self.args.optim in ("adamw_torch", "adamw_torch_fused"):
+            _, options = self.get_optimizer_cls_and_kwargs(self.args, model)  # type: ignore[arg-type]
+            weights = "split" if any(p.dtype == torch.bfloat16 for p in model.parameters()) else "fp32"  # type: ignore
+            ours = {name: options[name] for name in ("lr", "betas", "eps")}  # torch's may have one more, its kernel
+            self.optimizer_cls_and_kwargs = (ScheduledAdamW, ours | {"weights": weights})
+            try:
+                return super().create_optimizer(*args, **kwargs)
+            except ValueError as error:
+                log.info("the optimizer is torch's: %s", error)
+            finally:
+                self.optimizer_cls_and_kwargs = given
+        return super().create_optimizer(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Batches that are planned stay on the CPU until then: to look at them there is not to wait for the device."""
         loader = super().get_train_dataloader()
-        self.update, self.opened, self.obstacle = None, False, self._find_obstacle()
         if not self.obstacle:
             loader.device = None
         return loader
 
-    def _find_obstacle(self) -> str:
-        """Why updates cannot be recorded; empty if they can."""
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Is called by `train`, once for each size of batches that it tries."""
+        self.opened, self.told, self.obstacle = False, None, self._find_obstacle()
+        self.meter.restart()
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self.update = None  # and with it the memory of graphs
+            self.obstacle = Trainer.obstacle
+            if self.filters:
+                self.filters, self.args.logging_nan_inf_filter = False, True
+
+    def _find_obstacle(self, optimizer: FlatAdamW | None = None) -> str:
+        """Why updates cannot be recorded, by what is known so far; empty if they can."""
         args: Any = self.args
         model: Any = self.model
         if not can_record(args.device):
@@ -105,15 +120,14 @@ class Trainer(transformers.Trainer):
             "FSDP or DeepSpeed shards the model": self.is_fsdp_enabled or self.is_deepspeed_enabled,
             "the loss is scaled, for fp16": self.accelerator.scaler is not None,
             "the model is compiled": args.torch_compile,
-            "layers are recomputed": args.gradient_checkpointing,
             "torch_empty_cache_steps empties the cache inside of steps": args.torch_empty_cache_steps is not None,
             "compute_loss_func is a function of your own": self.compute_loss_func is not None,
-            "gaps change between batches that are added up": techniques_of(model).gaps and self._adds_up(),
         }
         own = next((name for name in REPLAYED if self._is_own(name)), None)
         seen = next((type(each).__name__ for each in self.callback_handler.callbacks if _looks_inside(each)), None)
         reasons |= {f"{own} is a method of your own": own, f"{seen} looks at gradients": seen}
-        return next((reason for reason, holds in reasons.items() if holds), "") or find_obstacle(model)
+        found = next((reason for reason, holds in reasons.items() if holds), "")
+        return found or find_obstacle(model, optimizer, self._adds_up())
 
     def _adds_up(self) -> bool:
         return self.args.gradient_accumulation_steps > 1
@@ -124,13 +138,20 @@ class Trainer(transformers.Trainer):
         return name in vars(self) or not all(kind.startswith(("stretto.hf.", "transformers.")) for kind in kinds)
 
     def _open_update(self, model: nn.Module) -> Update | None:
-        """Called with the first batch, when the optimizer is known, and whether the model is wrapped."""
-        optimizer = getattr(self.optimizer, "optimizer", None)
-        if not self.obstacle and model is not self.model:
-            self.obstacle = f"{type(model).__name__} is around the model"
-        if self.obstacle or not isinstance(optimizer, ScheduledAdamW):
-            log.info("CUDA graphs: off: %s", self.obstacle or "the optimizer is not Stretto's")
+        """Called with the first batch, when the optimizer is known, whether the model is wrapped, and what callbacks
+        have hooked into since."""
+        optimizer: Any = getattr(self.optimizer, "optimizer", None)  # accelerate's wrapper holds it
+        if model is not self.model:
+            found = f"{type(model).__name__} is around the model"
+        elif not isinstance(optimizer, ScheduledAdamW):
+            found = "the optimizer is not Stretto's"
+        else:
+            found = self._find_obstacle(optimizer)
+        self.obstacle = self.obstacle or found
+        if self.obstacle:
+            log.info("CUDA graphs: off: %s", self.obstacle)
             return None
+        optimizer.done = False  # a training that was interrupted may have left it so
         if self.args.logging_nan_inf_filter and hasattr(self, "_tr_loss"):  # for theirs the host waits in each step
             self.filters, self.args.logging_nan_inf_filter = True, False
         return Update(model, optimizer, self.args.max_grad_norm, self._backpropagate, "", self._adds_up())
@@ -147,7 +168,9 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         share, state = 1 / self.current_gradient_accumulation_steps, self.state
-        set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
+        if state.global_step != self.told:
+            self.told = state.global_step
+            set_step(model, state.global_step, share, state.max_steps, self.accelerator.scaler)
         self.meter.count(inputs)
         if not self.opened:
             self.update, self.opened = self._open_update(model), True
@@ -156,8 +179,8 @@ class Trainer(transformers.Trainer):
         return self._train(self.update, inputs, num_items_in_batch)
 
     def _train(self, update: Update, inputs: dict[str, Any], items: Any) -> Tensor:
-        """The update is made together with the last batch's passes, with the rates and limits of now; what theirs calls
-        for it afterwards finds it done."""
+        """The update is made together with the last batch's passes, with the rates of now; what theirs calls for it
+        afterwards finds it done."""
         if not update.model.training:
             update.model.train()
         share = {"share": self.current_gradient_accumulation_steps}
@@ -205,15 +228,6 @@ class Trainer(transformers.Trainer):
             self.operations[shape] = super().floating_point_ops(inputs)
         return self.operations[shape]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        self.meter.restart()
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.update = None  # and with it the memory of graphs
-            if self.filters:
-                self.filters, self.args.logging_nan_inf_filter = False, True
-
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.meter.paused():
             return super().evaluate(*args, **kwargs)
@@ -253,11 +267,10 @@ class ScheduledAdamW(FlatAdamW):
             group["lr"] = number
         self.taken = numbers
 
-    def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
+    def _update(self) -> None:
         if not self.done:
-            return super().step(closure)
+            super()._update()
         self.done = False
-        return None
 
 
 def _looks_inside(callback: transformers.TrainerCallback) -> bool:
@@ -358,10 +371,10 @@ def count_batch(inputs: Mapping[str, Any], pairs: bool) -> Tensor:
     lengths = _measure_rows(inputs)
     predicted = torch.zeros_like(lengths)
     if isinstance(labels, Tensor) and not labels.is_floating_point():
-        predicted = labels.ne(IGNORE).view(len(labels), -1).sum(1).to(lengths.device)
+        predicted = labels.ne(IGNORE).reshape(len(labels), -1).sum(1).to(lengths.device)
     positions = inputs.get("position_ids")
     seen = lengths.square().sum()
-    if positions is not None and inputs.get("attention_mask") is None:
+    if positions is not None and positions.ndim == 2 and inputs.get("attention_mask") is None:
         seen = (2 * positions + 1).expand(len(lengths), -1).sum()  # documents in a row: 1 + 3 + 5 + ... is a square
     own = [lengths.sum(), predicted.sum(), seen]
     if not pairs:

@@ -135,8 +135,8 @@ def enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward pre-hook of every PreTrainedModel in an accelerated model. The outermost one knows the labels, and what
     has to be returned; the one that owns a stack of layers decides about its packing."""
-    if torch.compiler.is_compiling():
-        return None
+    if torch.compiler.is_compiling() or getattr(model, "_is_replica", False):
+        return None  # in a replica of DataParallel, whose layers are others than those that were tried, padding stays
     before = current_call()
     outer = before or Call()
     if outer.model is not None and outer.model not in seat.around:

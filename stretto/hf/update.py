@@ -9,7 +9,7 @@ planned first (`plan`), on the CPU, without waiting for the GPU:
     sizes    a batch of a new size is run in that of an earlier one, if that has room for it (`Sizes`)
 
 What cannot be recorded is found by looking at the model (`find_obstacle`), and by running it: a model that makes the
-host wait for the device is noticed in its first passes, which are launched.
+host wait for the device is noticed in its first passes with such arguments, which are launched.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from stretto.batch import IGNORE, pack, shape_of
 from stretto.buckets import round_to_bucket, round_to_power
 from stretto.execute import Executor
-from stretto.gradients import Gradients, Static
+from stretto.gradients import Gradients, Present, Static
 from stretto.graphs import TIMES, Recorded
 from stretto.hf.acceleration import outermost, report, techniques_of
 from stretto.hf.defer import Call, Facts, Known, Request, Tried, calling
 from stretto.hf.find import argument_names, pad_id
 from stretto.hf.modules import is_watched
-from stretto.hf.unpad import MASKS, add_target_mask, get_to_know, is_familiar
+from stretto.hf.unpad import MASKS, SETTINGS, add_target_mask, get_to_know, is_familiar
 from stretto.optim import FlatAdamW, clip_gradients
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ WIDE = 2.0  # a size that is at most so much larger does for now
 OFTEN = 16  # times until a batch gets a size of its own all the same
 MOST = 24  # sizes for batches of one kind
 TRIES = 4  # passes of which one must not wait for the device
+PLAIN = Tensor | SETTINGS | None  # what a graph can be given, or can be for
 DECODER = {"decoder_input_ids", "decoder_attention_mask", "labels"}  # what is as long as a target
 NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -128,8 +130,10 @@ def _weigh(sizes: tuple[int, ...]) -> int:
 def plan(batch: Mapping[str, Any], model: PreTrainedModel, tried: Tried) -> Planned | None:
     """What the host knows of a batch beforehand. None for a batch that is looked at while the model runs: one with
     documents in its rows, gaps, labels on padding, padding that has to stay, or labels that are no ids, beside which a
-    mask stays unknown."""
+    mask stays unknown; and for one with tensors in lists, as detection has them."""
     if any(batch.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
+        return None
+    if any(not isinstance(value, PLAIN) for value in batch.values()):
         return None
     inputs = add_target_mask(dict(batch), model, tried)
     known = get_to_know(inputs, argument_names(model), pad_id(model))
@@ -211,13 +215,16 @@ class Update:
         self.techniques, self.sizes = techniques_of(model), Sizes()
         self.inner, self.tried = outermost(model)
         self.unpads = not any(line.role == "padding" and line.problem for line in report(model).lines)
-        self.gradients = Static(model) if several else Gradients(model)
-        self.device = next(model.parameters()).device
+        self.several, self.parameters = several, list(model.parameters())
+        self.trained: tuple[bool, ...] = ()  # whether each of them was to be trained in the last update
+        self.gradients = Gradients(model)
+        self.device = self.parameters[0].device
         obstacle = obstacle if can_record(self.device) else "the model is not on a GPU"
         self.eager = Executor(self)
         self.executor = self.eager if obstacle else Recorded(self, optimizer)
         self.norm: Tensor | None = None  # norm of the last update's gradients
-        self.tries = 0 if obstacle else TRIES  # passes that are left to see one that does not wait for the device
+        self.begun = False  # whether gradients of earlier batches wait for the update
+        self.tries: dict[Hashable, int] = {}  # passes with such arguments that are left to see one that does not wait
         log.info("CUDA graphs: %s", f"off: {obstacle}" if obstacle else "on")
 
     def plan(
@@ -235,29 +242,58 @@ class Update:
 
     def run(self, batch: Planned | dict[str, Any], number: int, last: bool = True) -> Tensor:
         """The loss of a batch of update `number`, which is made with its last batch."""
+        if not self.begun:
+            self._look_again()
         self.optimizer.take_rates()
-        key = self.techniques.graph_key(number)
-        planned = isinstance(batch, Planned)
-        executor = self.executor if planned and not self.tries else self.eager
-        with self._watched() if planned and self.tries else nullcontext():
+        self.begun = not last
+        try:
+            return self._run(batch, number, last)
+        except BaseException:  # of the passes that were made, nothing stays
+            self.gradients.zero(self.optimizer)
+            self.begun = False
+            raise
+
+    def _look_again(self) -> None:
+        """Weights may have been frozen since the last update, and others no longer be."""
+        trained = tuple(p.requires_grad for p in self.parameters)
+        if trained != self.trained:
+            self.trained = trained
+            self.executor.forget()
+            self.gradients.release()
+            kind = (Present if self.techniques.gaps else Static) if self.several else Gradients
+            self.gradients = kind(self.model)
+
+    def _run(self, batch: Planned | dict[str, Any], number: int, last: bool) -> Tensor:
+        names = frozenset(batch.inputs) if isinstance(batch, Planned) else None
+        key = None if names is None else self.techniques.graph_key(number)
+        tries = 0 if key is None or self.executor is self.eager else self.tries.get(names, TRIES)
+        with self._watched(names, tries) if tries else nullcontext():
+            key = None if tries or key is None else (key, self.model.training)
             if not self.gradients.stay:
-                loss, self.norm = executor.run([(number, batch)], key)
+                loss, self.norm = self.executor.run([(number, batch)], key)
                 return loss
-            executor.turn_to(key)
-            loss = executor.learn(batch)
+            self.executor.turn_to(key)
+            loss = self.executor.learn(batch)
+            if self.gradients.has_strays():  # they may be in the memory of graphs, which the next replay writes to
+                self._launch_all("some weights have a gradient in a part of the batches only")
             if last:
                 self.gradients.finish()
-                self.norm = executor.apply()
+                self.norm = self.executor.apply()
         return loss
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Launches first passes until one has not waited for the device; if all have, the others are launched too."""
+    def _watched(self, names: Hashable, tries: int) -> Iterator[None]:
+        """Around first passes, which are launched until one has not waited for the device; if all have, all are."""
         with noting_waits() as places:
             yield
-        self.tries = self.tries - 1 if places else 0
-        if places and not self.tries:
-            log.info("CUDA graphs: off: the host waits for the device at %s", ", ".join(places))
+        self.tries[names] = tries - 1 if places else 0
+        if places and tries == 1:
+            self._launch_all(f"the host waits for the device at {', '.join(places)}")
+
+    def _launch_all(self, reason: str) -> None:
+        if self.executor is not self.eager:
+            log.info("CUDA graphs: off: %s", reason)
+            self.executor.forget()
             self.executor = self.eager
 
     def seed_for(self, index: int) -> None:
@@ -265,12 +301,15 @@ class Update:
 
     def learn(self, batch: Planned | dict[str, Any]) -> Tensor:
         self.gradients.attach()
-        if not isinstance(batch, Planned):
-            with calling(Call(request=Request(loss_only=True))):
-                loss = self.backpropagate(batch)
+        if isinstance(batch, Planned):
+            inputs, call = dict(batch.inputs), Call(known=batch.known(), request=Request(planned=True))
         else:
-            with calling(Call(known=batch.known(), request=Request(planned=True))):
-                loss = self.backpropagate(dict(batch.inputs))
+            inputs, call = batch, Call(request=Request(loss_only=True))
+        # Where there is an autocast around, its copies of weights are older than these, or not of this graph.
+        torch.clear_autocast_cache()
+        with calling(call):
+            loss = self.backpropagate(inputs)
+        torch.clear_autocast_cache()
         self.gradients.settle()
         return loss.detach()
 
@@ -303,23 +342,28 @@ def noting_waits() -> Iterator[list[str]]:
 
 
 def move(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    def move_one(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.device == device:
+    """The batch with all tensors in it, in lists and dictionaries too, on the device."""
+
+    def move_one(value: Tensor) -> Tensor:
+        if value.device == device:
             return value
         return (value.pin_memory() if device.type == "cuda" else value).to(device, non_blocking=True)
 
-    return {name: move_one(value) for name, value in batch.items()}
+    moved: dict[str, Any] = tree_map_only(Tensor, move_one, dict(batch))
+    return moved
 
 
 def can_record(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def find_obstacle(model: nn.Module) -> str:
-    """Why the updates of a model cannot be recorded; empty if they can."""
-    modules, reasons = dict(model.named_modules()), techniques_of(model).find_obstacles()
-    if reasons:
+def find_obstacle(model: nn.Module, optimizer: FlatAdamW | None = None, several: bool = False) -> str:
+    """Why updates cannot be recorded, by what is known; empty if they can. `several`: as in `Update`."""
+    modules, techniques = dict(model.named_modules()), techniques_of(model)
+    if reasons := techniques.find_obstacles():
         return "; ".join(reasons)
+    if several and techniques.gaps:
+        return "layers that are left out have no gradient, which would have to stay in place to be added up"
     if any(getattr(module, "layerdrop", 0.0) for module in modules.values()):
         return "layers are dropped at random, by the host"
     if any(getattr(module, "gradient_checkpointing", False) for module in modules.values()):
@@ -328,4 +372,6 @@ def find_obstacle(model: nn.Module) -> str:
         return f"a hook looks at {name or 'the model'}"
     if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters()):
         return "a hook looks at gradients"
+    if optimizer is not None and (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks):
+        return "a hook looks at the optimizer's steps"
     return ""

@@ -22,7 +22,9 @@ from tests.runs import base, change, eval_losses, losses
 pytestmark = pytest.mark.dist
 STEPS = 6
 WORLDS = (1, 2, 4)
-SAME = ["causal", "translation", "images", "masked", "instruct", "classes", "three", "shard", "fused", "sequence"]
+SAME = [
+    "causal", "translation", "images", "mixed", "masked", "instruct", "classes", "three", "shard", "fused", "sequence",
+]  # fmt: skip
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -44,6 +46,14 @@ def trees(folder: Path) -> dict[str, dict[str, Any]]:
         "causal": causal,
         "translation": translation,
         "images": images,
+        "mixed": change(
+            images,
+            data__batch_size=7,  # pairs that are mixed are divided among processes, and among updates
+            data__aa="rand-m9-mstd0.5-inc1",
+            data__reprob=0.5,
+            data__mixup=0.8,
+            data__cutmix=1.0,
+        ),
         "masked": change(causal, data__task="masked", model__kind="encoder"),
         "instruct": change(
             causal,

@@ -318,6 +318,14 @@ def test_models_that_cannot_be_accelerated_are_refused() -> None:
         stretto.accelerate(eight_bits)
 
 
+@pytest.mark.gpu
+def test_a_model_beside_the_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches its kernels on the current device, wherever their tensors are."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(ValueError, match=r"is on cuda:0, .* which is cuda:1: call torch\.cuda\.set_device\(0\) before"):
+        stretto.accelerate(build("bert").to("cuda:0"))
+
+
 def test_other_attention_is_left_alone() -> None:
     model, batch = build("bert"), draw_batch("bert")
     model.set_attn_implementation("eager")

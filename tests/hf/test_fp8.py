@@ -20,6 +20,7 @@ from stretto.optim import FlatAdamW
 from stretto.techniques import fp8
 from stretto.techniques.fp8 import Fp8, Rates
 from tests.hf.families import FAMILIES, Batch, accelerated, build, draw_batch
+from tests.hf.observe import replay_and_compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = {"sites": "all"}
@@ -218,6 +219,21 @@ def test_a_loop_learns_as_in_bf16() -> None:
 
     plain, narrow = train(), train(fp8=ALL)
     assert plain != narrow and abs(plain - narrow) < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_graphs_give_the_same_bits(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through updates that are watched, which are launched among the others; recordings stay."""
+    monkeypatch.setattr(fp8, "LOOK", 8)
+
+    def make_step() -> Step:
+        model = stretto.accelerate(build("gpt2", BF16).to("cuda"), fp8=ALL)
+        optimizer = FlatAdamW(model.parameters(), lr=3e-3, weights="split")
+        return Step(model, optimizer, clip=1.0, accumulate=accumulate)
+
+    replays = replay_and_compare(make_step, [draw("gpt2")] * (24 * accumulate), monkeypatch)
+    assert len(replays) > 10 and len(set(replays)) <= 2 * accumulate, "before and after bounds are known, at the most"
 
 
 def test_kernels_are_needed() -> None:

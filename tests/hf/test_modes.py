@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,40 @@ def test_torch_compile(family: str) -> None:
     found = learn(compiled, batch)
     found = {name.removeprefix("_orig_mod."): t for name, t in found.items()}
     assert_parity(found, plain, exact, FLOOR)
+
+
+@pytest.fixture
+def replicate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What torch.nn.DataParallel calls on several GPUs, as transformers' Trainer does in one process: copies of modules
+    over copies of weights. Here they are on the CPU."""
+    module: Any = sys.modules["torch.nn.parallel.replicate"]
+    copy_all = lambda tensors, devices, detach=False: [[t.clone() for t in tensors] for _ in devices]  # noqa: E731
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", copy_all)
+    monkeypatch.setattr(module, "_get_device_index", lambda device, optional: device)
+    return module.replicate
+
+
+@pytest.mark.parametrize("family", ["bert-classes", "gpt2", "t5"])
+def test_replicas_of_data_parallel(family: str, replicate: Any) -> None:
+    model, batch, expected = accelerated(family), draw_batch(family), learn(build(family), draw_batch(family))
+    for replica in replicate(model, [0, 1]):
+        model.zero_grad()
+        out = replica(**batch)
+        assert type(out.loss) is type(out.logits) is Tensor, "what is gathered from the replicas"
+        out.loss.backward()
+        torch.testing.assert_close(out.loss, expected["loss"], rtol=1e-4, atol=1e-5)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, expected.get(name), rtol=1e-3, atol=1e-5, msg=f"{name}: {{}}".format)
+
+
+def test_replicas_see_no_padding(replicate: Any) -> None:
+    """Of a model that calls its layers itself, too."""
+    batch = draw_batch("bert")
+    given, real = {name: batch[name] for name in ("input_ids", "attention_mask")}, batch["attention_mask"] != 0
+    expected = build("bert").bert(**given).last_hidden_state
+    model = stretto.accelerate(build("bert").bert)
+    for each in (model, *replicate(model, [0])):
+        torch.testing.assert_close(each(**given).last_hidden_state[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
 TOGETHER = ["bert", "llama", "t5"]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 import stretto
 import stretto.hf.unpad
+import stretto.hf.update
+from stretto.execute import Executor
 from stretto.graphs import Recorded
 from stretto.hf.acceleration import outermost
 from stretto.hf.find import argument_names, pad_id
 from stretto.hf.loop import Step
 from stretto.hf.unpad import get_to_know
-from stretto.hf.update import plan
+from stretto.hf.update import find_obstacle, move, plan
 from stretto.optim import FlatAdamW, clip_gradients
+from stretto.techniques import Techniques
 from tests.hf.families import FAMILIES, Batch, accelerated, build, draw_batch
 from tests.hf.observe import replay_and_compare
 from tests.ops.checks import DEVICE
@@ -77,6 +82,161 @@ def test_gradients_of_several_batches_are_added_up(family: str) -> None:
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
     assert step.updates == 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_may_be_frozen_between_updates_and_no_longer_be(accumulate: int) -> None:
+    """What is frozen has no gradient: it does not move, by its moments or by decay either."""
+    (model, optimizer), (other, others) = make("gpt2"), make("gpt2")
+    step = Step(model, optimizer, clip=0.5, accumulate=accumulate)
+    for update in range(4):
+        for each in (model, other):
+            for name, p in each.named_parameters():
+                p.requires_grad_(update % 2 == ("attn" in name))
+        for i in range(accumulate):
+            batch = draw_batch("gpt2", (9, 4, 5), seed=2 * update + i)
+            step(batch)
+            (other(**{name: t.to(DEVICE) for name, t in batch.items()}).loss / accumulate).backward()
+        clip_gradients(other, others, 0.5)
+        others.step()
+        others.zero_grad()
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_error_drops_the_update_that_it_was_in(accumulate: int) -> None:
+    """A batch whose labels are not there, and one whose backward pass fails in the middle."""
+
+    def fail(gradient: Tensor) -> None:
+        raise RuntimeError("out of memory, say")
+
+    (model, optimizer), (other, others) = make("gpt2"), make("gpt2")
+    steps = [Step(model, optimizer, accumulate=accumulate), Step(other, others, accumulate=accumulate)]
+    first, second, third, fourth = (draw_batch("gpt2", (9, 4, 5), seed) for seed in range(4))
+    without = {name: value for name, value in first.items() if name != "labels"}
+    hook = None
+    for number, bad in enumerate((without, first)):
+        if accumulate > 1:
+            steps[0](second)
+        if number:
+            hook = next(p for name, p in model.named_parameters() if "attn" in name).register_hook(fail)
+        with pytest.raises((ValueError, RuntimeError), match=r"gave no loss|out of memory"):
+            steps[0](bad)
+    assert hook is not None
+    hook.remove()
+    for batch in [third, fourth] * accumulate:
+        losses = [step(batch) for step in steps]
+        assert torch.equal(*losses)
+    assert steps[0].updates == steps[1].updates == 2
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_autocast_around_the_loop_keeps_no_old_weights(accumulate: int) -> None:
+    """torch casts each weight once for all that is inside of it, and would not see that updates change weights."""
+    (model, optimizer), (other, others) = make("bert-classes"), make("bert-classes")
+    steps = [Step(model, optimizer, accumulate=accumulate), Step(other, others, accumulate=accumulate)]
+    batches, kind = [draw_batch("bert-classes", (9, 4, 5), seed) for seed in range(6)], torch.device(DEVICE).type
+    with torch.autocast(kind, torch.bfloat16):
+        around = [steps[0](batch) for batch in batches]
+    inside = []
+    for batch in batches:
+        with torch.autocast(kind, torch.bfloat16):
+            inside.append(steps[1](batch))
+    assert torch.equal(torch.stack(around), torch.stack(inside)) and len(set(map(float, inside))) == 6
+
+
+def test_a_model_may_be_inside_of_a_module() -> None:
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **inputs: Any) -> Any:
+            return self.inner(**inputs)
+
+    (model, optimizer), (other, others) = make("bert"), make("bert")
+    batch = draw_batch("bert")
+    assert torch.equal(Step(Around(model), optimizer)(batch), Step(other, others)(batch))
+
+
+def test_batches_with_tensors_in_lists_are_launched() -> None:
+    """A graph could not be given them. Detection has such labels."""
+    batch: Any = draw_batch("vit") | {"labels": [{"boxes": torch.ones(1, 4), "names": ("a",)}]}
+    assert plan(batch, *outermost(accelerated("vit"))) is None
+    moved = move(batch, torch.device("meta"))
+    assert moved["pixel_values"].is_meta and moved["labels"][0]["boxes"].is_meta
+    assert moved["labels"][0]["names"] == ("a",)
+
+
+class Now(nn.Module):
+    """A weight that some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Sometimes(hf.GPT2LMHeadModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.now = Now()
+
+    def forward(self, *args: Any, used: Tensor | None = None, **options: Any) -> Any:
+        out = super().forward(*args, **options)
+        out.loss = out.loss if used is None else out.loss * (used * self.now.scale).mean()
+        return out
+
+
+def make_sometimes() -> tuple[nn.Module, FlatAdamW]:
+    torch.manual_seed(0)
+    made: Any = Sometimes(build("gpt2").config)
+    model = stretto.accelerate(made.to(DEVICE))
+    return model, FlatAdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
+
+
+def test_weights_that_some_batches_use_alone_are_launched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their gradients would be left in the memory of graphs, from one pass to the update."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(stretto.hf.update, "can_record", lambda device: True)
+        monkeypatch.setattr(stretto.hf.update, "Recorded", lambda work, optimizer: Executor(work))
+        monkeypatch.setattr(stretto.hf.update, "TRIES", 0)
+    (model, optimizer), (other, others) = make_sometimes(), make_sometimes()
+    step = Step(model, optimizer, accumulate=2)
+    with caplog.at_level(logging.INFO, "stretto"):
+        for number, uses in enumerate((False, False, True, False, False, False, True, True)):
+            batch = draw_batch("gpt2", (9, 4, 5), seed=number) | ({"used": torch.full((3,), 1.5)} if uses else {})
+            assert (step.update.executor is step.update.eager) == (number > 2)
+            step(batch)
+            (other(**{name: t.to(DEVICE) for name, t in batch.items()}).loss / 2).backward()
+            if number % 2:
+                others.step()
+                others.zero_grad()
+    assert caplog.text.count("CUDA graphs: off: some weights have a gradient in a part of the batches only") == 1
+    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=f"{name}: {{}}".format)
+    assert model.get_parameter("now.scale") != 1.0
+
+
+def test_an_update_begins_and_ends_once_for_techniques(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with each of its batches: what they have counted is of updates."""
+    calls = list[str]()
+    for name in ("begin", "end"):
+        monkeypatch.setattr(Techniques, name, lambda self, step, *_, name=name: calls.append(f"{name} {step}"))
+    step = Step(*make("bert"), accumulate=3)
+    for _ in range(7):
+        step(draw_batch("bert"))
+    assert calls == ["begin 0", "end 0", "begin 1", "end 1", "begin 2"]
+
+
+def test_who_hooks_into_the_optimizer_is_called_in_every_step() -> None:
+    model, optimizer = make("bert")
+    assert find_obstacle(model, optimizer) == ""
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert find_obstacle(model, optimizer) == "a hook looks at the optimizer's steps"
 
 
 def test_batches_of_other_lengths_share_a_plan() -> None:
@@ -223,16 +383,37 @@ def test_autograd_hears_of_every_update_once() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, over batches of several shapes."""
+def test_graphs_give_the_same_bits(family: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, over batches of several shapes, of which some are launched among the others."""
 
     def make_step() -> Step:
         model, optimizer = make(family, torch.bfloat16)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.1
-        return Step(model, optimizer, clip=1.0)
+        return Step(model, optimizer, clip=1.0, accumulate=accumulate)
 
-    batches = [draw_batch(family, LENGTHS[i % 3], seed=i % 3) for i in range(15)]
+    batches = [draw_batch(family, LENGTHS[i % 3], seed=i % 3) for i in range(16)]
+    if family == "bert":
+        batches[9]["attention_mask"][0, 4] = 0
+        batches[9]["labels"] = mask_labels(batches[9], batches[9]["attention_mask"])
     assert len(replay_and_compare(make_step, batches, monkeypatch)) > 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_graphs_follow_weights_that_are_frozen_and_an_autocast_around(
+    accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changing(Step):
+        def __call__(self, batch: Any) -> Tensor:
+            for name, p in self.model.named_parameters():
+                p.requires_grad_(self.updates < 6 or "attn" in name)
+            return super().__call__(batch)
+
+    batches = [draw_batch("gpt2", (9, 4, 5), seed=i) for i in range(16 * accumulate)]
+    with torch.autocast("cuda", torch.bfloat16):
+        replays = replay_and_compare(lambda: Changing(*make("gpt2"), 1.0, accumulate), batches, monkeypatch)
+    assert len(replays) > 10 and len(set(replays)) > accumulate

@@ -505,20 +505,25 @@ def parameters_after(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("family", ["gpt2", "mbart"])
-def test_steps_are_those_of_a_plain_loop(family: str) -> None:
+def test_steps_are_those_of_a_plain_loop(family: str, accumulate: int) -> None:
+    """A layer that is left out has no gradient, also where those of several batches are added up."""
     after, patterns = [], set()
     for by_step in (True, False):
         model = make_both(family)
-        optimizer = FlatAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
-        step = Step(model, optimizer)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = FlatAdamW(parameters, lr=1e-2, eps=1e-2, weight_decay=0.1)
+        step = Step(model, optimizer, accumulate=accumulate)
         for i in range(4):
-            batch = draw(family, seed=i)
+            batches = [draw(family, seed=2 * i + j) for j in range(accumulate)]
             if by_step:
-                step(batch)
+                for batch in batches:
+                    step(batch)
             else:
-                stretto.hf.set_step(model, i)
-                model(**batch).loss.backward()
+                stretto.hf.set_step(model, i, 1 / accumulate)
+                for batch in batches:
+                    (model(**batch).loss / accumulate).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             patterns.add(str(factors(model)))
@@ -580,6 +585,7 @@ def test_what_cannot_be_recorded_is_said() -> None:
     model = accelerated("gpt2", make=build_deep, layer_drop=HALF | {"sampling": "bernoulli"})
     assert "'bernoulli' has too many patterns to record" in find_obstacle(model)
     assert find_obstacle(make_both("gpt2")) == ""
+    assert find_obstacle(make_both("gpt2"), several=True).startswith("layers that are left out have no gradient")
 
 
 @pytest.mark.gpu
@@ -591,6 +597,21 @@ def test_graphs_give_the_same_bits(family: str, monkeypatch: pytest.MonkeyPatch)
 
     replays = replay_and_compare(make_step, [draw(family, seed=i) for i in range(40)], monkeypatch)
     assert len(replays) > 10 and len(set(replays)) > 1
+
+
+def compare_steps(rank: int) -> None:
+    """The updates of one process with the batches of both."""
+    models = [make_both("gpt2"), make_both("gpt2")]
+    together, alone = (FlatAdamW(m.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1) for m in models)
+    step = Step(models[0], together)
+    for number in range(6):
+        step(draw("gpt2", seed=2 * number + rank))
+        stretto.hf.set_step(models[1], number, share=0.5)
+        for seed in range(2):
+            (models[1](**draw("gpt2", seed=2 * number + seed)).loss / 2).backward()
+        alone.step()
+        alone.zero_grad()
+    assert max(errors(*map(parameters_after, models)).values()) < 1e-5
 
 
 def run_rank(rank: int, port: int) -> None:
@@ -613,6 +634,7 @@ def run_rank(rank: int, port: int) -> None:
             {name: p.grad for name, p in m.named_parameters() if p.grad is not None} for m in (inner, alone)
         )
         assert max(errors(found, expected).values()) < 1e-5
+    compare_steps(rank)
     torch.distributed.barrier()  # as in test_modes.py
     del model
     torch.distributed.destroy_process_group()

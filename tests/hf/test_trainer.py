@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable
 from itertools import count
@@ -51,12 +52,29 @@ OPTIONS: dict[str, Sample] = {
     "smoothing-accumulation": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
     "no-limit": {"max_grad_norm": 0.0},
     "tight-limit": {"max_grad_norm": 0.01, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-}
+    "short-updates": {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2, "num_train_epochs": 3,
+                      "max_steps": -1},
+    "dropped-rest": {"per_device_train_batch_size": 5, "dataloader_drop_last": True, "num_train_epochs": 2,
+                     "max_steps": -1},
+    "counted": {"include_num_input_tokens_seen": "non_padding", "logging_steps": 2, "logging_first_step": True},
+    "on-plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1,
+                   "lr_scheduler_kwargs": {"patience": 0, "threshold": 1.0}, "metric_for_best_model": "eval_loss"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_mean_the_same(options: str, tmp_path: Path) -> None:
     assert_same_way(*train_both("gpt2", tmp_path, **OPTIONS[options]))
+
+
+def test_batches_by_length_are_theirs(tmp_path: Path) -> None:
+    """They are drawn from torch's generator, of which nothing is taken by a model that is accelerated in between."""
+    trainers = []
+    for kind in (Trainer, hf.Trainer):
+        options = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2, "max_steps": -1}
+        trainers.append(make(kind, build("gpt2"), tmp_path, "gpt2", **options))
+        trainers[-1].train()
+    assert_same_way(trainers[0], trainers[1])
 
 
 def test_bf16_autocast_goes_about_the_same_way(tmp_path: Path) -> None:
@@ -184,7 +202,16 @@ def test_weights_in_bf16_are_halves_of_exact_ones(tmp_path: Path) -> None:
 
 
 def test_other_optimizers_stay(tmp_path: Path) -> None:
-    assert type(make(Trainer, "gpt2", tmp_path, optim="adafactor").create_optimizer()) is hf.Adafactor
+    class Asked(Trainer):
+        times = 0
+
+        @staticmethod
+        def get_optimizer_cls_and_kwargs(*args: Any) -> Any:
+            Asked.times += 1
+            return hf.Trainer.get_optimizer_cls_and_kwargs(*args)
+
+    assert type(make(Asked, "gpt2", tmp_path, optim="adafactor").create_optimizer()) is hf.Adafactor
+    assert Asked.times == 1, "some hook an optimizer into each parameter when they are asked for"
     model = build("gpt2")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = make(Trainer, model, tmp_path, "gpt2", others={"optimizers": (sgd, None)})
@@ -220,6 +247,114 @@ def test_evaluation_prediction_and_saving(tmp_path: Path) -> None:
     assert not is_accelerated(plain) and plain.config._attn_implementation == "sdpa"
     for (name, p), (other, q) in zip(plain.named_parameters(), ours.model.named_parameters(), strict=True):
         assert name == other and torch.equal(p, q)
+
+
+class Diary(hf.TrainerCallback):
+    """Every event of a callback, with the state and the arguments that the trainer hands over."""
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+
+    def note(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> None:
+        noted = (event, state.global_step, state.epoch, sorted(given), control.should_save, control.should_evaluate)
+        self.lines.append((*noted, sorted(given.get("logs") or given.get("metrics") or ())))
+
+
+for _event in [name for name in vars(hf.TrainerCallback) if name.startswith("on_")]:
+    setattr(Diary, _event, lambda self, *args, event=_event, **given: self.note(event, *args, **given))
+
+
+def test_callbacks_are_called_as_by_theirs(tmp_path: Path) -> None:
+    """Which also look between backward pass and update."""
+    diaries = [Diary(), Diary()]
+    for kind, diary in zip((Trainer, hf.Trainer), diaries, strict=True):
+        options: dict[str, Any] = {
+            "eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 2, "max_steps": -1,
+            "gradient_accumulation_steps": 2, "per_device_train_batch_size": 5, "logging_steps": 2,
+        }  # fmt: skip
+        make(kind, "gpt2", tmp_path / kind.__module__, others={"callbacks": [diary]}, **options).train()
+    ours, theirs = ([(*line[:-1], set(line[-1]) - {"tokens_per_second"}) for line in diary.lines] for diary in diaries)
+    events = {line[0] for line in ours}
+    assert {"on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_evaluate", "on_save"} <= events
+    assert ours == [(*line[:-1], set(line[-1])) for line in theirs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_best_model_is_loaded_at_the_end(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The rate grows until it does harm, so that the best model is not the last one; then training goes on."""
+    found = []
+    for kind in (Trainer, hf.Trainer):
+        options: dict[str, Any] = {
+            "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1,
+            "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "learning_rate": 0.05, "max_steps": 12,
+        }  # fmt: skip
+        stop = hf.EarlyStoppingCallback(early_stopping_patience=2)
+        folder = tmp_path / kind.__module__
+        others = {"compute_metrics": accuracy, "callbacks": [stop]}
+        trainer = make(kind, build("bert-classes", dtype), folder, "bert-classes", others, **options)
+        trainer.train()
+        best = trainer.state.best_model_checkpoint
+        assert best is not None and Path(best).parent == folder and trainer.state.best_metric > 0
+        saved = hf.AutoModelForSequenceClassification.from_pretrained(best, dtype=dtype)
+        for p, q in zip(trainer.model.parameters(), saved.parameters(), strict=True):
+            assert torch.equal(p, q)
+        predicted = trainer.predict(trainer.eval_dataset)
+        assert predicted.metrics["test_accuracy"] == trainer.state.best_metric
+        trainer.train()
+        found.append((trainer.state.best_metric, trainer.state.best_global_step, predicted.predictions))
+    assert dtype == torch.bfloat16 or found[0][:2] == found[1][:2]
+    if dtype == torch.float32:
+        assert abs(found[0][2] - found[1][2]).max() < 0.01
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resumed_in_the_middle_of_an_epoch_with_a_short_update(accumulation: int, tmp_path: Path) -> None:
+    def begin(kind: Any) -> Any:
+        options = {"max_steps": -1, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 2}
+        options |= {"per_device_train_batch_size": 5, "gradient_accumulation_steps": accumulation}
+        model = add_dropout(build("gpt2"))
+        return make(kind, model, tmp_path / kind.__module__, "gpt2", **options)
+
+    whole, resumed, theirs = begin(Trainer), begin(Trainer), begin(hf.Trainer)
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / Trainer.__module__ / "checkpoint-4"))
+    assert torch.equal(history(resumed), history(whole))
+    assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
+    theirs.train()
+    assert resumed.state.global_step == theirs.state.global_step == len(history(theirs))
+
+
+def test_predictions_in_parts_and_metrics_of_batches(tmp_path: Path) -> None:
+    def count(found: Any, compute_result: bool) -> dict[str, float]:
+        seen.append(len(found.label_ids))
+        return {"rows": float(sum(seen))} if compute_result else {}
+
+    for kind in (Trainer, hf.Trainer):
+        seen: list[int] = []
+        options: dict[str, Any] = {"batch_eval_metrics": True, "eval_accumulation_steps": 1, "eval_on_start": True}
+        trainer = make(kind, "bert-classes", tmp_path, others={"compute_metrics": count}, **options)
+        trainer.train()
+        seen.clear()
+        assert trainer.evaluate()["eval_rows"] == 10 and seen == [4, 4, 2]
+        assert "eval_loss" in trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_weights_of_other_types_train_by_torchs_optimizer(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [stretto.accelerate(build("bert-classes", dtype)), build("bert-classes", dtype)]
+    options: dict[str, Any] = {"adam_epsilon": 1e-4}  # fp16 holds it
+    with caplog.at_level(logging.INFO, "stretto"):
+        ours, theirs = (
+            make(kind, model, tmp_path, "bert-classes", **options)
+            for kind, model in zip((Trainer, hf.Trainer), models, strict=True)
+        )
+        ours.train()
+    theirs.train()
+    assert type(ours.optimizer.optimizer) is torch.optim.AdamW
+    assert "the optimizer is torch's: FlatAdamW with weights = 'fp32' takes parameters of torch.float32" in caplog.text
+    assert_same_way(ours, theirs, tolerance=2e-4 if dtype == torch.float64 else 0.02)
 
 
 def test_seq2seq_generates(tmp_path: Path) -> None:
@@ -302,6 +437,16 @@ def test_pairs_of_tokens_are_those_that_attend_to_each_other() -> None:
     assert count_batch(documents, pairs=False).tolist() == [5, 0, 9 + 4, 0, 0, 0]
     batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([[5, -100], [5, 6]])}
     assert count_batch(batch, pairs=True).tolist() == [3, 3, 1 + 4, 8, 9 + 25, 3 * 1 + 5 * 2]
+
+
+def test_batches_of_any_shape_are_counted() -> None:
+    """Positions of three kinds, as Qwen2-VL's; labels of pixels that are not contiguous."""
+    ids = torch.ones(2, 5, dtype=torch.int64)
+    positions = torch.arange(5).expand(3, 2, 5)
+    assert count_batch({"input_ids": ids, "position_ids": positions}, pairs=False).tolist() == [10, 0, 50, 0, 0, 0]
+    labels = torch.zeros(2, 4, 3, dtype=torch.int64).transpose(1, 2)
+    found = count_batch({"pixel_values": torch.ones(2, 3, 8, 8), "labels": labels}, pairs=False)
+    assert found.tolist() == [2, 24, 2, 0, 0, 0]
 
 
 def test_mfu_is_left_out_where_flops_cannot_count() -> None:

@@ -4,6 +4,8 @@ On a CPU everything but the recording itself is tried."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,16 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import stretto.hf.trainer
 import stretto.hf.update
+import stretto.optim
 from stretto.batch import copy_into, pack, shape_of
 from stretto.execute import Executor
 from stretto.graphs import TIMES, Recorder, prepare_nothing
 from stretto.hf.acceleration import outermost
-from stretto.hf.loop import DataCollator
+from stretto.hf.loop import DataCollator, Step
 from stretto.hf.trainer import Trainer
 from stretto.hf.update import MOST, OFTEN, Planned, Sizes, Update, noting_waits, plan
 from tests.hf.families import Batch, accelerated, build, draw_batch
@@ -97,6 +101,24 @@ def test_frozen_weights_stay(accumulation: int, runs: list[Any], tmp_path: Path)
         assert torch.equal(p, old) != p.requires_grad
 
 
+class Freezing(hf.TrainerCallback):
+    """As recipes freeze and unfreeze layers while a model trains."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(state.global_step < 2 or "attn" in name or state.global_step > 3)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_weights_may_be_frozen_while_it_trains(accumulation: int, runs: list[Any], tmp_path: Path) -> None:
+    others, options = {"callbacks": [Freezing()]}, {"gradient_accumulation_steps": accumulation}
+    ours, theirs = train_both("gpt2", tmp_path, others, **options)
+    assert runs
+    assert_same_way(ours, theirs)
+    for p, q in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
+
+
 def test_resumed_is_uninterrupted(runs: list[Any], tmp_path: Path) -> None:
     """All batches have one size here: with several, that of a batch depends on those before."""
 
@@ -126,6 +148,26 @@ def test_batches_that_cannot_be_planned_are_launched_among_the_others(runs: list
     assert {type(batch) for batch in runs} == {Planned, dict}
 
 
+def test_a_smaller_batch_is_tried_where_memory_ends(runs: list[Any], tmp_path: Path) -> None:
+    """What was learned before stays, as with theirs."""
+
+    class Large(DataCollator):
+        calls = 0
+
+        def __call__(self, samples: Any) -> dict[str, Tensor]:
+            self.calls += 1
+            if self.calls > 2 and len(samples) > 3:
+                raise RuntimeError("CUDA out of memory.")
+            return super().__call__(samples)
+
+    trainers = []
+    for kind in (Trainer, hf.Trainer):
+        trainers.append(make(kind, "gpt2", tmp_path, "", {"data_collator": Large(1)}, auto_find_batch_size=True))
+        trainers[-1].train()
+    assert len(runs) > 6 and trainers[0]._train_batch_size == trainers[1]._train_batch_size < 4
+    assert_same_way(trainers[0], trainers[1])
+
+
 def test_losses_that_are_not_finite_are_left_out_of_the_log_without_asking(runs: list[Any], tmp_path: Path) -> None:
     trainer = make(Trainer, "bert-classes", tmp_path, max_steps=3, logging_steps=3)
     given, backpropagate = [], trainer._backpropagate
@@ -145,9 +187,21 @@ class Own(Trainer):
         return super().compute_loss(*args, **others)
 
 
+class Hooking(hf.TrainerCallback):
+    """As callbacks that watch a model do."""
+
+    def on_train_begin(self, *args: Any, model: Any = None, **others: Any) -> None:
+        model.get_submodule("classifier").register_forward_hook(lambda *_: None)
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(outputs.logits, labels)
+
+
 OBSTACLES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "compute_loss is a method of your own": (Own, {}, {}),
-    "compute_loss_func is a function of your own": (Trainer, {"compute_loss_func": lambda out, *_, **__: out.loss}, {}),
+    "compute_loss_func is a function of your own": (Trainer, {"compute_loss_func": own_loss}, {}),
+    "a hook looks at classifier": (Trainer, {"callbacks": [Hooking()]}, {}),
     "Looking looks at gradients": (Trainer, {"callbacks": [Looking()]}, {}),
     "layers are recomputed": (Trainer, {}, {"gradient_checkpointing": True}),
     "torch_empty_cache_steps empties": (Trainer, {}, {"torch_empty_cache_steps": 2}),
@@ -162,20 +216,102 @@ def test_what_cannot_be_recorded_runs_as_theirs(
     kind, others, options = OBSTACLES[reason]
     trainer = make(kind, "bert-classes", tmp_path, others=others, max_steps=2, **options)
     with caplog.at_level(logging.INFO, "stretto"):
-        trainer.train() if "compute_loss_func" not in others else trainer.get_train_dataloader()
+        trainer.train()
     assert not runs and trainer.update is None
-    assert reason in (trainer.obstacle or caplog.text)
-    if "compute_loss_func" not in others:
-        assert caplog.text.count("CUDA graphs: off: ") == 1
+    assert caplog.text.count("CUDA graphs: off: ") == caplog.text.count(f"CUDA graphs: off: {reason}") == 1
 
 
-def test_hooks_of_a_user_are_called_in_every_step(runs: list[Any], tmp_path: Path) -> None:
+def test_a_loader_of_ones_own_does_not_stand_in_the_way(
+    runs: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Loading(Trainer):
+        def get_train_dataloader(self) -> Any:
+            dataset: Any = self.train_dataset
+            return self.accelerator.prepare(DataLoader(dataset, 4, collate_fn=self.data_collator))
+
+    with caplog.at_level(logging.INFO, "stretto"):
+        make(Loading, "gpt2", tmp_path).train()
+    assert len(runs) == 6 and "CUDA graphs: off: there is no training" not in caplog.text
+
+
+def test_batches_stay_on_the_cpu_only_where_they_are_planned(runs: list[Any], tmp_path: Path) -> None:
+    devices: list[Any] = []
+
+    class Noting(hf.TrainerCallback):
+        def on_train_begin(self, *args: Any, train_dataloader: Any = None, **others: Any) -> None:
+            devices.append(train_dataloader.device)
+
+    trainer = make(Trainer, "gpt2", tmp_path, others={"callbacks": [Noting()]}, max_steps=1)
+    device = trainer.get_train_dataloader().device
+    trainer.train()
+    assert devices == [None] and trainer.get_train_dataloader().device == device == torch.device("cpu")
+
+
+def test_no_update_is_lost_after_an_interrupt(runs: list[Any], tmp_path: Path) -> None:
+    """Which came between an update and what theirs calls for it afterwards."""
+
+    class Interrupted(Trainer):
+        def floating_point_ops(self, inputs: Any) -> Any:
+            if len(runs) == 3:
+                runs.append(None)
+                raise KeyboardInterrupt
+            return super().floating_point_ops(inputs)
+
+    trainer = make(Interrupted, "gpt2", tmp_path, max_steps=4)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {3 + 4}
+
+
+def test_hooks_of_the_optimizer_are_called_once_a_step(tmp_path: Path) -> None:
+    stretto.optim.FlatAdamW([nn.Parameter(torch.ones(2))])  # torch puts hooks around the step of each class once
+    calls = list[int]()
+
+    class Hooking(hf.TrainerCallback):
+        def on_train_begin(self, *args: Any, optimizer: Any = None, **others: Any) -> None:
+            optimizer.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+
+    make(Trainer, "gpt2", tmp_path, others={"callbacks": [Hooking()]}, max_steps=3).train()
+    assert len(calls) == 3
+
+
+def test_each_kind_of_batch_is_watched_before_it_is_recorded(
+    runs: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches with a mask wait for the device here, those without do not; they come later."""
+    model = accelerated("gpt2")
+    step = Step(model, stretto.optim.FlatAdamW(model.parameters()))
+    monkeypatch.setattr(stretto.hf.update, "TRIES", 2)
+    masked, watched = list[bool](), list[bool]()
+
+    @contextmanager
+    def note() -> Iterator[list[str]]:
+        watched.append(True)
+        places = list[str]()
+        yield places
+        places += ["model.py:7"] if masked[-1] else []
+
+    monkeypatch.setattr(stretto.hf.update, "noting_waits", note)
+    with caplog.at_level(logging.INFO, "stretto"):
+        for number in range(8):
+            masked.append(number > 3)
+            step(draw_batch("gpt2", (9, 4, 5) if masked[-1] else None))
+            assert (step.update.executor is step.update.eager) == (number > 4)
+    assert len(watched) == 3
+    assert caplog.text.count("CUDA graphs: off: the host waits for the device at model.py:7") == 1
+
+
+def test_hooks_of_a_user_are_called_in_every_step(
+    runs: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, calls = build("bert-classes"), list[int]()
     model.get_submodule("classifier").register_forward_hook(lambda *_: calls.append(1))
     trainer = make(Trainer, model, tmp_path, "bert-classes")
     calls.clear()
-    trainer.train()
-    assert "a hook looks at classifier" in trainer.obstacle and not runs and len(calls) == 6
+    with caplog.at_level(logging.INFO, "stretto"):
+        trainer.train()
+    assert "CUDA graphs: off: a hook looks at classifier" in caplog.text and not runs and len(calls) == 6
 
 
 def test_on_a_cpu_nothing_is_planned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,9 +20,8 @@ Done = subprocess.CompletedProcess[str]
 OLD = triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 
 
-def run(family: Path) -> Done:
+def run(family: Path, environment: dict[str, str]) -> Done:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(family)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -33,8 +32,9 @@ def runs(request: pytest.FixtureRequest) -> Iterator[dict[Path, Future[Done]]]:
     chosen: list[Any] = [
         item.callspec.params["family"] for item in items if item.function is test_kernels_in_the_interpreter
     ]
+    environment = dict(os.environ, TRITON_INTERPRET="1")  # copied here: pytest changes it while the threads run
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {family: pool.submit(run, family) for family in chosen}
+        yield {family: pool.submit(run, family, environment) for family in chosen}
         pool.shutdown(cancel_futures=True)
 
 
