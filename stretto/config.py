@@ -654,8 +654,7 @@ def _convert(key: str, kind: Any, value: Any) -> Any:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Changes the tree of a recipe. A folder to start from comes first, and takes the place of all that the recipe says
-    of the model's sizes and of the tokenizer; what is overridden besides has to agree with it."""
+    """Changes the tree of a recipe: first the folder to start from, before which sizes and the tokenizer give way."""
     for override in sorted(overrides, key=lambda override: override.partition("=")[0].strip() != "model.init"):
         _apply(tree, override)
     return tree

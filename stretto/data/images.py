@@ -28,7 +28,8 @@ from stretto.config import DataConfig
 from stretto.data.augment import Look, View, draw_views, erase, mix_pairs
 from stretto.data.documents import describe_left_out
 from stretto.data.rand_augment import draw_operations
-from stretto.data.stream import Data, EpochOrder, Int64s, batch_positions, divide, number_labels
+from stretto.data.splits import divide, number_labels
+from stretto.data.stream import Data, EpochOrder, Int64s, batch_positions
 from stretto.errors import DataError
 from stretto.files import open_regular
 from stretto.values import read_policy

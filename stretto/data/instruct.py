@@ -22,7 +22,8 @@ from stretto.data.chat import COLUMNS, Chat, Message, Segment, keep_chat, open_c
 from stretto.data.documents import open_table
 from stretto.data.packing import count, pack_windows, to_tensor
 from stretto.data.rows import Row
-from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
+from stretto.data.splits import count_held_out
+from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, random_stream
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer, load_tokenizer
 from stretto.errors import DataError
 

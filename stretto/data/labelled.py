@@ -17,7 +17,8 @@ from stretto.config import DataConfig
 from stretto.data.documents import open_table
 from stretto.data.packing import arrange, count, to_tensor
 from stretto.data.rows import Row, UnusableError, check_text, take_text
-from stretto.data.stream import Data, EpochOrder, Int64s, batch_positions, divide, number_labels
+from stretto.data.splits import divide, number_labels
+from stretto.data.stream import Data, EpochOrder, Int64s, batch_positions
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 
 _GROUP = 1000  # texts that are tokenised in one call

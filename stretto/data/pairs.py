@@ -20,7 +20,8 @@ from stretto.batch import IGNORE, Batch, silence
 from stretto.config import DataConfig
 from stretto.data.documents import Documents, find_text_file, open_lines
 from stretto.data.packing import arrange, count, find_slots, spread, to_tensor
-from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_stream
+from stretto.data.splits import count_held_out
+from stretto.data.stream import Data, Int64s, Purpose, random_stream
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError

@@ -20,7 +20,8 @@ from stretto.batch import IGNORE, Batch, Sequences, dense_layout
 from stretto.config import DataConfig
 from stretto.data.documents import Documents, describe_unused, open_corpus
 from stretto.data.packing import count, find_slots, pack_windows, pad, spread, to_tensor
-from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
+from stretto.data.splits import count_held_out
+from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, random_rows
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
