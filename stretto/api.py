@@ -21,7 +21,7 @@ from stretto.config import Config
 from stretto.data import Data
 from stretto.data.sequences import SequenceData
 from stretto.errors import ConfigError, DataError
-from stretto.generate import classify, classify_texts, fill, sample, translate
+from stretto.generate import classify, fill, sample, translate
 from stretto.given import Callback, Given
 from stretto.recipes import Overrides, Recipe, load_recipe
 from stretto.report import read_events
@@ -82,8 +82,8 @@ def _adopt(data: Any, config: Config) -> tuple[Config, Data]:
     own, vocab = SequenceData(config.data, config.run.seed, data), config.model.vocab
     if own.tokenizer is None and vocab == 0:
         vocab = -(-(own.largest + 1) // 64) * 64
-    if 0 < vocab <= own.largest:
-        raise ConfigError(f"model.vocab = {vocab}, but data= has the token id {own.largest}; set it to 0")
+    if own.largest >= (size := vocab or own.tokenizer.size):
+        raise ConfigError(f"data= has the token id {own.largest}, but model.vocab, or data.tokenizer, has only {size}")
     return replace(config, model=replace(config.model, vocab=vocab)), own
 
 
@@ -154,7 +154,9 @@ class Loaded:
         give it. Temperature 0 takes the likeliest token; else one of the `top_k` likeliest is drawn, and of these one
         of the fewest that together have the share `top_p`."""
         self._require("generate")
-        _require_at_least(max_new=(max_new, 0), temperature=(temperature, 0), top_k=(top_k, 1), top_p=(top_p, 0))
+        _require_at_least(max_new=(max_new, 0), temperature=(temperature, 0), top_k=(top_k, 1))
+        if not 0 <= top_p <= 1:
+            raise ConfigError(f"top_p = {top_p} is a share: it must be between 0 and 1")
         return sample(self.trained, prompt, max_new, temperature, top_k, seed, top_p)
 
     def fill(self, text: str, *, top: int = 5) -> list[list[tuple[str, float]]]:
@@ -177,10 +179,7 @@ class Loaded:
         _require_at_least(top=(top, 1))
         if isinstance(images, str | Path):
             raise DataError("images: give a list of files, as in label(['cat.png']), or of texts")
-        if self.config.data.task == "classification":
-            return classify_texts(self.trained, [str(text) for text in images], top) if images else []
-        paths, size = [Path(image) for image in images], self.config.data.batch_size
-        return [found for i in range(0, len(paths), size) for found in classify(self.trained, paths[i : i + size], top)]
+        return list(classify(self.trained, images, top))
 
     def evaluate(self, data: Any = None, *, beam: int = 4) -> dict[str, Any]:
         """Measures the loss on all evaluation data, and BLEU or accuracy where the task has them. A run that was given

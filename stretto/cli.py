@@ -253,7 +253,7 @@ def export(
     if fold:
         write_folded(folder, trained)
     else:
-        write_folder(folder, trained.model, trained.tokenizer, trained.labels)
+        write_folder(folder, trained.model, trained.tokenizer, trained.labels, trained.chat)
     typer.echo(f"{folder}: step {trained.step} of {run}" + f", {trained.weights}" * bool(trained.weights))
 
 

@@ -535,9 +535,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for override in overrides:
-        apply_override(tree, override)
-    return build_config(tree)
+    return build_config(apply_overrides(tree, overrides))
 
 
 def build_config(tree: Mapping[str, Any]) -> Config:
@@ -550,7 +548,7 @@ def build_config(tree: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{name} must be a section: write [{name}] and its keys below")
     tree = _read_former(tree)
     data, init = tree.get("data", {}), tree.get("model", {}).get("init")
-    if init and data.get("task") != "images":
+    if isinstance(init, str) and init and data.get("task") != "images":
         tree = {**tree, "data": {"tokenizer": init, **data}}
     return Config(**{name: _build_section(name, sections[name], tree.get(name, {})) for name in sections})
 
@@ -651,7 +649,14 @@ def _convert(key: str, kind: Any, value: Any) -> Any:
     return check_range(key, value)
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Changes the tree of a recipe: first the folder to start from, before which sizes and the tokenizer give way."""
+    for override in sorted(overrides, key=lambda override: override.partition("=")[0].strip() != "model.init"):
+        _apply(tree, override)
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not (equals and sections and key and all(sections)):
@@ -669,6 +674,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             here = ".".join(sections[:depth])
             raise ConfigError(f"{here} must be a section: write [{here}] and its keys below")
     target[key] = value
+    if [*sections, key] == ["model", "init"] and value:
+        for other in target.keys() - {"init", "kind", "classes", *CHOICES}:
+            del target[other]
+        if isinstance(tree.get("data"), dict):
+            tree["data"].pop("tokenizer", None)
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

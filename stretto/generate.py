@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.batch import pack as move
 from stretto.data import Data, Tokenizer, read_image
 from stretto.data.images import SUFFIXES
-from stretto.data.labelled import arrange, encode
+from stretto.data.labelled import encode, make_batch
 from stretto.data.opening import open_text
 from stretto.data.packing import pad
 from stretto.data.pairs import cut_batches
 from stretto.data.tokenizer import MASK
 from stretto.errors import DataError
-from stretto.model import Decoder, Encoder, EncoderDecoder, VisionTransformer
+from stretto.model import Decoder, Encoder, EncoderDecoder
 from stretto.trained import Trained
 
 PROMPT = 16  # tokens
@@ -70,7 +70,7 @@ def _choose(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
     if temperature == 0:
         return logits.argmax()
     values, ids = logits.topk(min(top_k, len(logits)))
-    shares = (values / temperature).softmax(0)
+    shares = ((values - values[0]) / temperature).softmax(0)
     enough = shares.cumsum(0) - shares >= top_p  # those in front of it have the share
     enough[0] = False
     shares = shares.masked_fill(enough & (top_p < 1), 0.0)
@@ -90,11 +90,7 @@ def fill(trained: Trained, text: str, top: int = 5) -> list[list[tuple[str, floa
     inputs = Sequences(tokens, torch.arange(len(ids)), dense_layout(1, len(ids)))
     batch = Batch(at, Counts(0, 0, 0, 0), (), inputs, at)
     logits = model.logits(batch.to(trained.device)).float().cpu() + _forbidden(tokenizer, model.cfg.vocab)
-    values, found = logits.softmax(-1).topk(min(top, int(logits[0].isfinite().sum())))
-    return [
-        [(tokenizer.decode([token]), value) for token, value in zip(row, row_values, strict=True)]
-        for row, row_values in zip(found.tolist(), values.tolist(), strict=True)
-    ]
+    return _find_likeliest(logits, top, lambda token: tokenizer.decode([token]))
 
 
 def _encode_masked(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -179,30 +175,32 @@ def beam_search(trained: Trained, sources: list[list[int]], beam: int) -> list[l
 
 
 @torch.no_grad()
-def classify(trained: Trained, images: Sequence[Path], top: int) -> list[list[tuple[str, float]]]:
-    """Returns for each image the likeliest labels with their probabilities."""
-    model = trained.model
-    assert isinstance(model, VisionTransformer)
-    pixels = torch.stack([read_image(path, model.cfg.image_size) for path in images]).to(trained.device)
-    labels = torch.zeros(len(images), dtype=torch.long, device=trained.device)
-    return _find_likeliest(trained, model.logits(Batch(labels, Counts(0, 0, 0, 0), (), pixels=pixels)), top)
+def classify(trained: Trained, given: Sequence[str | Path], top: int) -> Iterator[list[tuple[str, float]]]:
+    """Yields for each image file, or each text, the likeliest labels with their probabilities."""
+    data, names = trained.config.data, trained.labels
+    make = _batch_texts if data.task == "classification" else _batch_images
+    for i in range(0, len(given), data.batch_size):
+        batch = make(trained, list(map(str, given[i : i + data.batch_size])))
+        logits = trained.model.logits(batch.to(trained.device)).float()[:, : len(names)]
+        yield from _find_likeliest(logits, top, names.__getitem__)
 
 
-@torch.no_grad()
-def classify_texts(trained: Trained, texts: Sequence[str], top: int) -> list[list[tuple[str, float]]]:
-    """Returns for each text the likeliest labels with their probabilities."""
+def _find_likeliest(logits: Tensor, top: int, name: Callable[[int], str]) -> list[list[tuple[str, float]]]:
+    """Returns for each row as many of its likeliest names as are asked for and can be, with their probabilities."""
+    values, at = logits.softmax(-1).topk(min(top, int(logits[0].isfinite().sum())))
+    rows = zip(at.tolist(), values.tolist(), strict=True)
+    return [[(name(i), value) for i, value in zip(*row, strict=True)] for row in rows]
+
+
+def _batch_images(trained: Trained, paths: list[str]) -> Batch:
+    pixels = torch.stack([read_image(Path(path), trained.model.cfg.image_size) for path in paths])
+    return Batch(torch.zeros(len(paths), dtype=torch.long), Counts(0, 0, 0, 0), (), pixels=pixels)
+
+
+def _batch_texts(trained: Trained, texts: list[str]) -> Batch:
     tokenizer, number = _tokenizer(trained), len(texts)
     parts = encode(texts, tokenizer, trained.config.data.seq_len)
-    batch = arrange(parts, np.zeros(number, np.int64), tokenizer, range(number), padded=False)
-    return _find_likeliest(trained, trained.model.logits(batch.to(trained.device)), top)
-
-
-def _find_likeliest(trained: Trained, logits: Tensor, top: int) -> list[list[tuple[str, float]]]:
-    values, at = logits.float()[:, : len(trained.labels)].softmax(-1).topk(min(top, len(trained.labels)))
-    return [
-        [(trained.labels[i], value) for i, value in zip(row_at, row, strict=True)]
-        for row_at, row in zip(at.tolist(), values.tolist(), strict=True)
-    ]
+    return make_batch(parts, np.zeros(number, np.int64), tokenizer, range(number), padded=False)
 
 
 def _forbidden(tokenizer: Tokenizer, vocab: int, ends: frozenset[int] = frozenset()) -> Tensor:
@@ -226,17 +224,13 @@ def produce(
     """Yields what `stretto generate` prints, for whatever kind of model the run has."""
     kind = trained.config.data.task
     if kind == "images":
-        images, size = _list_images(source), trained.config.data.batch_size
-        for i in range(0, len(images), size):
-            batch = images[i : i + size]
-            for path, labels in zip(batch, classify(trained, batch, top_k or 5), strict=True):
-                yield f"{path.name}: {_rank(labels)}"
+        images = _list_images(source)
+        for path, found in zip(images, classify(trained, images, top_k or 5), strict=True):
+            yield f"{path.name}: {_rank(found)}"
         return
     lines = _read_lines(source) if source is not None else [prompt]
     if kind == "classification":
-        size = trained.config.data.batch_size
-        for i in range(0, len(lines), size):
-            yield from map(_rank, classify_texts(trained, lines[i : i + size], top_k or 5))
+        yield from map(_rank, classify(trained, lines, top_k or 5))
     elif kind == "translation":
         yield from translate(trained, lines, beam)
     elif kind == "masked":

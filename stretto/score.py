@@ -6,14 +6,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stretto.data import Data, PairData, open_data
+from stretto.data import Data, PairData
 from stretto.data.other import open_other_data
 from stretto.evaluate import evaluate
 from stretto.generate import translate
 from stretto.mesh import Mesh
 from stretto.precision import resolve_precision
 from stretto.runtime import Runtime, start
-from stretto.trained import Trained, load_run_config, load_trained
+from stretto.trained import Trained, load_run_config, load_trained, open_run_data
 
 
 def measure(folder: Path, beam: int, source: str = "", batches: int = 0) -> dict[str, Any]:
@@ -36,10 +36,7 @@ def measure_trained(
     first `batches_while_training` batches only."""
     cfg = trained.config
     if data is None:
-        # Who measures a run of someone else's does not write where its configuration says.
-        data = open_data(
-            cfg.data, seed=cfg.run.seed, folder=folder / "data", image_size=cfg.model.image_size, fill_cache=False
-        )
+        data = open_run_data(cfg, folder, folder / "data")
     precision = resolve_precision(cfg.train.precision, rt.device)
     scores: dict[str, Any] = evaluate(trained.model, precision, data, batches, rt, Mesh(rt.rank, rt.world))
     known = data.num_eval_batches

@@ -14,8 +14,8 @@ from stretto import checkpoint
 from stretto.capacity import require_room_for_weights
 from stretto.checkpoint.verify import name_step
 from stretto.config import Config, dump_config, load_config
-from stretto.data import Data, Tokenizer, load_tokenizer, open_data
-from stretto.data.chat import Chat, open_chat
+from stretto.data import Data, Tokenizer, keep_tokenizer, load_tokenizer, open_data
+from stretto.data.chat import Chat, keep_chat, open_chat
 from stretto.errors import CheckpointError, ConfigError
 from stretto.files import read_text, refuse_links, require_empty, write_text
 from stretto.model import Model, build_model, sites
@@ -56,10 +56,10 @@ def load_run_config(folder: Path) -> Config:
 
 
 def open_run_data(config: Config, folder: Path, scratch: Path) -> Data:
-    """Opens the data of a run as it was. What the run has made of them is read; should it be gone, it is made again in
-    the folder `scratch`."""
+    """Opens the data of a run as it was, with its own copy of the tokenizer, and what else it has made of them. What is
+    gone is made again in the folder `scratch`, and not where the configuration of someone else's run says."""
     cfg = replace(config.data, cache=config.data.cache or str(folder / "data"))
-    if config.model.init and cfg.tokenizer == config.model.init:
+    if cfg.tokenizer not in ("bytes", "bpe"):
         cfg = replace(cfg, tokenizer=str(folder / "data"))
     return open_data(cfg, seed=config.run.seed, folder=scratch, image_size=config.model.image_size, fill_cache=False)
 
@@ -129,8 +129,8 @@ def write_folded(target: Path, trained: Trained) -> None:
     weights = {name: take(value) for name, value in model.state_dict().items()}
     shot = checkpoint.Snapshot(weights, {}, {"step": trained.step, "best_step": trained.step})
     checkpoint.save(target / "checkpoints", shot, keep=1)
-    if trained.tokenizer is not None:
-        trained.tokenizer.save(target / "data" / "tokenizer.json")
+    keep_tokenizer(trained.tokenizer, target / "data")
+    keep_chat(trained.chat or Chat(), target / "data")
     off = {technique.name: None for technique in changes if hasattr(config.techniques, technique.name)}
     techniques = replace(config.techniques, **off)
     run = replace(config.run, dir=str(target))

@@ -20,6 +20,7 @@ import stretto
 from stretto.config import dump_config
 from stretto.data import open_data
 from stretto.data.sequences import SequenceData
+from stretto.data.tokenizer import ByteTokenizer
 from stretto.errors import CheckpointError, ConfigError, DataError
 from stretto.generate import sample
 from stretto.given import CallbackError
@@ -223,6 +224,7 @@ def test_a_loaded_run_generates_and_evaluates_as_the_commands_do(make_config: Ma
         (DataError, lambda: trained.label(["a.png"])),
         (ConfigError, lambda: trained.generate("a", top_k=0)),
         (ConfigError, lambda: trained.generate("a", temperature=-1)),
+        (ConfigError, lambda: trained.generate("a", top_p=90)),
         (ConfigError, lambda: stretto.load(folder, device="tpu")),
         (CheckpointError, lambda: stretto.load(folder / "nothing")),
         (CheckpointError, lambda: stretto.load(folder, step=5)),
@@ -319,9 +321,13 @@ def test_what_cannot_be_data_is_refused(data: Any, words: str) -> None:
         SequenceData(load_recipe(TINY).data, 0, data)
 
 
-def test_a_vocabulary_that_is_too_small_is_refused() -> None:
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="token id 88"):
         stretto.train(TINY, data=SEQUENCES, overrides={"model.vocab": 64})
+    ByteTokenizer().save(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match=r"token id 329, but .*data\.tokenizer, has only 260"):
+        ids = [[start + 300 for start in range(30)]] * 60
+        stretto.train(TINY, data=ids, overrides={"data.tokenizer": tmp_path / "tokenizer.json"})
     with pytest.raises(DataError, match=r"data\.task = 'causal'"):
         stretto.train("masked-lm", data=SEQUENCES)
 

@@ -27,6 +27,7 @@ from stretto.trained import load_run_config
 from tests.corpora import write_images, write_pairs
 from tests.runs import MakeConfig, eval_losses, losses
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -38,6 +39,8 @@ def open_task(task: str, make_config: MakeConfig, folder: Path) -> Data:
             "data__train": str(write_pairs(folder / "pairs")), "data__languages": ["xx", "yy"],
             "data__max_tokens": 64, "data__seq_len": 32, "model__kind": "encoder-decoder",
         },
+        "instruct": {"data__train": str(EXAMPLES / "chat.jsonl"), "data__seq_len": 128, "model__max_len": 128},
+        "classification": {"data__train": str(EXAMPLES / "questions.csv"), "model__kind": "encoder"},
         "images": {"data__train": str(write_images(folder / "images.npz")), "model__kind": "vit",
                    "model__image_size": 16, "model__patch": 8, "data__batch_size": 10},
     }  # fmt: skip
@@ -46,7 +49,7 @@ def open_task(task: str, make_config: MakeConfig, folder: Path) -> Data:
 
 
 @pytest.mark.parametrize("epochs", [0.4, 1.0, 3.0])
-@pytest.mark.parametrize("task", ["causal", "masked", "translation", "images"])
+@pytest.mark.parametrize("task", ["causal", "masked", "translation", "instruct", "classification", "images"])
 def test_epochs_are_passes_over_the_data(make_config: MakeConfig, tmp_path: Path, task: str, epochs: float) -> None:
     """With so many updates every sample was read as often as asked for, and with one less some was not."""
     data, micro_batches = open_task(task, make_config, tmp_path), 3

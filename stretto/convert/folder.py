@@ -26,6 +26,7 @@ from stretto.config import ModelConfig, build_model_config
 from stretto.convert.families import choose_family, name_architecture, read_family, read_model, write_model, write_rope
 from stretto.convert.names import Match, match, to_ours, to_theirs
 from stretto.data import Tokenizer
+from stretto.data.chat import Chat
 from stretto.data.tokenizer import NUM_BYTES, SPECIALS, ByteTokenizer
 from stretto.errors import CheckpointError, ConfigError, DataError
 from stretto.files import open_regular, read_text, require_empty
@@ -156,8 +157,10 @@ def load_model(folder: Path) -> Model:
     return model
 
 
-def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels: Sequence[str] = ()) -> None:
-    """Publishes a model as a folder that `from_pretrained` loads; only images have no tokenizer."""
+def write_folder(
+    target: Path, model: Model, tokenizer: Tokenizer | None, labels: Sequence[str] = (), chat: Chat | None = None
+) -> None:
+    """Publishes a model as a folder that `from_pretrained` loads; only those for images have no tokenizer."""
     require_empty(target)
     if any(isinstance(module, AddingNorm) for module in model.modules()):
         raise ConfigError(
@@ -176,9 +179,11 @@ def write_folder(target: Path, model: Model, tokenizer: Tokenizer | None, labels
         save_file(weights, draft / WEIGHTS, metadata={"format": "pt"})
         if model.cfg.kind in ("decoder", "encoder-decoder"):
             tokens = {key: getattr(config, key) for key in (*_TOKENS, "decoder_start_token_id") if hasattr(config, key)}
+            if chat is not None and tokenizer is not None:
+                tokens["eos_token_id"] = sorted(chat.find_ends(tokenizer))
             _transformers().GenerationConfig(max_length=model.cfg.max_len, **tokens).save_pretrained(draft)
         if tokenizer is not None:
-            write_tokenizer(draft, tokenizer, model.cfg)
+            write_tokenizer(draft, tokenizer, model.cfg, chat or Chat())
         if model.cfg.kind == "vit":
             _write_json(draft / "preprocessor_config.json", _describe_pixels(model.cfg))
         draft.rename(target)
@@ -239,7 +244,7 @@ def _transformers() -> Any:
         ) from error
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, cfg: ModelConfig) -> None:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, cfg: ModelConfig, chat: Chat) -> None:
     """Writes a tokenizer as `AutoTokenizer` wants it: tokenizer.json, and what its special tokens are for. It gives the
     ids that ours does, with the special tokens around them that the model has been trained with. One difference is
     wanted: the text of a special token ("[MASK]" in a prompt) becomes that token, where a corpus may not have any."""
@@ -258,6 +263,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, cfg: ModelConfig) -> Non
         "model_input_names": reads,
         "clean_up_tokenization_spaces": False,
     }
+    if chat.template:
+        names, settings = {**names, **chat.names}, settings | {"chat_template": chat.template}
     (folder / "tokenizer.json").write_text(inner.to_str(pretty=True), encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", settings | names)
     _write_json(folder / "special_tokens_map.json", names)

@@ -1,19 +1,24 @@
 """Conversations as text, of which the answers are learned: by the chat template of a Hugging Face folder, or plainly.
 
-A conversation is divided into segments, by turns what is asked and what is answered, that are tokenised one by one: a
-prompt is then read with the same ids when an answer is generated. The plain form has a line with the role above each
-message, and the end of a document behind each answer. In a chat template special tokens are what they stand for; a
-message that holds the text of one cannot be told from the template's own, and is not used.
+A conversation is divided into segments, by turns what is asked and what is answered. The plain form has a line with the
+role above each message, and the end of a document behind each answer; its segments are tokenised one by one. What a
+chat template writes is tokenised as a whole, as transformers does, and divided then, unless a token lies across two
+segments: some tokenizers put a space in front of a text, and none belongs in front of an answer. Special tokens in it
+are what they stand for; a message that holds the text of one cannot be told from the template's own, and is not used.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stretto.data.rows import Row, UnusableError, check_text
 from stretto.data.tokenizer import Tokenizer
@@ -23,6 +28,8 @@ from stretto.files import read_text, write_text
 COLUMNS = ("messages", "prompt", "completion")
 _SETTINGS = "tokenizer_config.json"
 _MOST_BYTES = 1 << 24  # of that file, or of a template
+_MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")  # by which transformers finds answers
+_PROBE = "(message)"  # to see what a template writes around it
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")  # templates write some of these
 
 
@@ -42,17 +49,14 @@ def read_messages(row: Row) -> list[Message]:
     if messages is None:
         if row.get("prompt") is None or row.get("completion") is None:
             raise UnusableError('it has neither "messages" nor "prompt" and "completion"')
-        return [Message("user", check_text(row["prompt"], "prompt")), _answer(row["completion"], "completion")]
+        parts = {"user": "prompt", "assistant": "completion"}
+        return [Message(role, check_text(row[column], column)) for role, column in parts.items()]
     if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
         raise UnusableError('"messages" is not a list of objects')
     found = [Message(*(check_text(one.get(key), key) for key in ("role", "content"))) for one in messages]
     if not any(message.role == "assistant" for message in found):
         raise UnusableError('no message has the role "assistant"')
     return found
-
-
-def _answer(text: Any, column: str) -> Message:
-    return Message("assistant", check_text(text, column))
 
 
 @dataclass(frozen=True)
@@ -76,26 +80,22 @@ class Chat:
         """Writes messages; `asks`: and what stands before an answer."""
         if not self.template:
             return "\n\n".join([*(f"{m.role}:\n{m.content}" for m in messages), *["assistant:\n"] * asks])
-        import jinja2
-
-        given = [message._asdict() for message in messages]
+        given = {"messages": [message._asdict() for message in messages], "tools": None, "documents": None}
         try:
-            return self._compiled.render(messages=given, add_generation_prompt=asks, **self.names)
+            return self._compiled.render(given, add_generation_prompt=asks, **self.names)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise UnusableError(f"the chat template cannot write it: {error}") from error
 
     @cached_property
     def _compiled(self) -> Any:
         """The template, which may be a stranger's: it reaches nothing but the messages."""
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
         extensions = ["jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = _write_json
+        plain = _MARK.sub(lambda mark: mark[1] + ("endif" if mark[2] else "if true"), self.template)
         try:
-            return environment.from_string(self.template)
+            return environment.from_string(plain)
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template is not one of Jinja's: {error}") from error
 
@@ -103,20 +103,19 @@ class Chat:
         """Raises an `UnusableError` for a message that could write special tokens of the template."""
         if self.template:
             for name in tokenizer.special_texts:
-                if any(name in message.content for message in messages):
+                if any(name in part for message in messages for part in message):
                     raise UnusableError(f"it holds the text of the special token {name!r}")
 
-    def encode(self, segments: Sequence[Segment], tokenizer: Tokenizer) -> list[list[int]]:
-        """Returns the ids of each segment; the first ones of conversations are to begin with `begin`."""
-        texts = [segment.text for segment in segments]
+    def encode(self, conversations: Sequence[Sequence[Segment]], tokenizer: Tokenizer) -> list[list[list[int]]]:
+        """Returns the ids of each segment of each conversation."""
         if self.template:
-            return tokenizer.encode_marked(texts)
-        found = tokenizer.encode_many(texts)
-        return [ids + [tokenizer.eos] * segment.is_answer for ids, segment in zip(found, segments, strict=True)]
-
-    def begin(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns what comes before the first segment; a template writes it itself."""
-        return [] if self.template else [tokenizer.bos]
+            return tokenizer.encode_marked([[segment.text for segment in segments] for segments in conversations])
+        found = iter(tokenizer.encode_many([segment.text for segments in conversations for segment in segments]))
+        bos, eos = [tokenizer.bos], [tokenizer.eos]
+        return [
+            [bos * (i == 0) + next(found) + eos * segment.is_answer for i, segment in enumerate(segments)]
+            for segments in conversations
+        ]
 
     def encode_prompt(self, prompt: str, tokenizer: Tokenizer) -> list[int]:
         """Returns the ids of what a user asks, up to where the answer begins."""
@@ -126,19 +125,23 @@ class Chat:
             text = self.render([message], asks=True)
         except UnusableError as error:
             raise DataError(f"the prompt cannot be used: {error}") from error
-        (ids,) = self.encode([Segment(text, False)], tokenizer)
-        return self.begin(tokenizer) + ids
+        ((ids,),) = self.encode([[Segment(text, False)]], tokenizer)
+        return ids
 
     def find_ends(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Returns the ids that end an answer."""
+        """Returns the ids that end an answer: what the tokenizer calls its end, and the first special token that a
+        template writes behind an answer, which may be another one."""
         if not self.template:
             return frozenset({tokenizer.eos})
-        named = tokenizer.encode_marked([self.names["eos_token"]])[0] if "eos_token" in self.names else []
-        return frozenset(named[:1] or [tokenizer.eos])
+        *_, answer = self.divide([Message("user", _PROBE), Message("assistant", _PROBE)])
+        texts = self.names.get("eos_token", ""), answer.text.rpartition(_PROBE)[2]
+        (named,), (behind,) = tokenizer.encode_marked([[text] for text in texts])
+        ends = [*named[:1], *[id for id in behind if id in tokenizer.special_ids][:1]]
+        return frozenset(ends or [tokenizer.eos])
 
 
 def _refuse(message: str) -> None:
-    raise UnusableError(f"the chat template refuses it: {message}")
+    raise UnusableError(f"the chat template cannot write it: {message}")
 
 
 def _write_json(value: Any, indent: int | None = None) -> str:
@@ -172,6 +175,8 @@ def _find_template(found: Any) -> str:
 
 
 def keep_chat(chat: Chat, folder: Path) -> None:
-    """Writes a template to where `open_chat` finds it."""
+    """Writes a template to where `open_chat` finds it, but never over another one, by which a model has learned."""
+    if (folder / _SETTINGS).exists() and open_chat(folder) != chat:
+        raise DataError(f"{folder}: data.tokenizer has another chat template now: choose another run.dir")
     if chat.template:
         write_text(folder / _SETTINGS, json.dumps({"chat_template": chat.template, **chat.names}))

@@ -28,7 +28,6 @@ from stretto.hardware import find_machine_memory
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _LONGEST_LINE = 1 << 24  # characters of a line that is a document
-_NAMED = 5  # how many of the files that are left out
 _WORTH_NOTING = 1 << 26  # bytes of files: it takes about a second to read them
 _SAID = 1 << 20  # bytes after which a bar moves on
 
@@ -65,7 +64,7 @@ def open_files(
     def read(spoiled: rows.Spoiled | None = None) -> Iterator[str]:
         for path in paths:
             if rows.is_table(path):
-                table = rows.open_files(name, [path], f"data.column = {column!r}", [column])
+                table = rows.open_files(name, [path], rows.Expected(f"data.column = {column!r}", [column]))
                 yield from table.convert(partial(rows.take_text, column=column), spoiled or rows.Spoiled())
                 continue
             try:
@@ -148,7 +147,7 @@ def open_column(name: str, dataset: Any, column: str = "text", *, streaming: boo
 
     def read() -> Iterator[str]:
         for group in dataset.select_columns(column).iter(batch_size=1000):
-            yield from (text or "" for text in group[column])
+            yield from (rows.check_text(text or "", f"{name}: {column}") for text in group[column])
 
     if streaming:
         return _survey(name, read)
@@ -163,7 +162,9 @@ def open_documents(
     """Opens the corpus that `source` names; `key` is the setting that `source` came from ("data.train"). `store` is
     where notes of large files are."""
     if source.startswith("hf:"):
-        return _open_hub(key, source, column, streaming)
+        name, dataset = load_split(key, source, streaming)
+        rows.Expected(f"{key} = {source!r}", [column]).check("the data set", dataset.column_names or [column])
+        return open_column(name, dataset, column, streaming=streaming)
     if source == "python-stdlib":
         return open_files(source, _find_library_files(), skip_binary=True)
     path, paths = Path(source), find_sources(key, source, suffix)
@@ -186,15 +187,15 @@ def open_table(
 ) -> rows.Table:
     """Opens the rows that `data.train` or `data.eval` names, which have some of these columns, or all."""
     source = cfg.train if key == "data.train" else cfg.eval
+    expected = rows.Expected(f"{key} = {source!r}", columns, all_of_them)
     if source.startswith("hf:"):
         name, dataset = load_split(key, source, cfg.streaming)
-        expected = rows.Expected(f"{key} = {source!r}", columns, "the data set", all_of_them)
-        expected.check(dataset.column_names or columns)
+        expected.check("the data set", dataset.column_names or columns)
         return rows.Table(name, lambda: ((f"{name}:{number}", row) for number, row in enumerate(dataset, 1)))
     paths = [path for path in find_sources(key, source, ",".join(rows.SUFFIXES)) if rows.is_table(path)]
     if not paths:
         raise DataError(f"{key} = {source!r}: it needs rows, in files that end in {', '.join(rows.SUFFIXES)}")
-    return rows.open_files(source, paths, key, columns, all_of_them=all_of_them)
+    return rows.open_files(source, paths, expected)
 
 
 def find_sources(key: str, source: str, suffix: str) -> list[Path]:
@@ -225,9 +226,8 @@ def describe_left_out(files: Set[str], kind: str = "UTF-8 text") -> str:
     """Says behind a sentence how many files of a folder are not of a kind, and names a few of them."""
     if not files:
         return ""
-    names = ", ".join(map(repr, sorted(files)[:_NAMED]))
-    more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
-    return f"; not {kind}, and left out: {len(files):,} file{'s' if len(files) > 1 else ''}, {names}{more}"
+    names = rows.name_some(list(map(repr, sorted(files))), len(files))
+    return f"; not {kind}, and left out: {len(files):,} file{'s' if len(files) > 1 else ''}, {names}"
 
 
 def _find_files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> list[Path]:
@@ -241,12 +241,6 @@ def _find_files(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str]
 
 def _find_library_files() -> list[Path]:
     return _find_files(Path(sysconfig.get_path("stdlib")), (".py",), _NOT_LIBRARY)
-
-
-def _open_hub(key: str, source: str, column: str, streaming: bool) -> Documents:
-    name, dataset = load_split(key, source, streaming)
-    rows.Expected(f"{key} = {source!r}", [column], "the data set").check(dataset.column_names or [column])
-    return open_column(name, dataset, column, streaming=streaming)
 
 
 def load_split(key: str, source: str, streaming: bool) -> tuple[str, Any]:

@@ -27,7 +27,8 @@ from stretto.config import DataConfig
 from stretto.data.augment import Look, View, draw_views, erase, mix_pairs
 from stretto.data.documents import describe_left_out
 from stretto.data.rand_augment import draw_operations
-from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_stream
+from stretto.data.splits import divide, number_labels
+from stretto.data.stream import Data, EpochOrder, Int64s, batch_positions
 from stretto.errors import DataError
 from stretto.files import open_regular
 from stretto.hardware import find_machine_memory
@@ -59,14 +60,6 @@ class Images:
     # Samples, image size, and how each is to be seen -> float32 [N, 3, size, size] from -1 to 1.
     read: Callable[[list[int], int, Looks], Tensor]
     left_out: Set[str] = frozenset()  # files that are not images by their names
-
-    def rename(self, names: tuple[str, ...]) -> Images:
-        """Numbers the classes as another set does, which must have all of these."""
-        unknown = sorted(set(self.names) - set(names))
-        if unknown:
-            raise DataError(f"data.eval has classes that data.train has not: {', '.join(unknown)}")
-        places = np.array([names.index(name) for name in self.names], np.int64)
-        return replace(self, names=names, labels=places[self.labels])
 
 
 def open_folder(key: str, folder: Path) -> Images:
@@ -278,23 +271,19 @@ class ImageData(Data):
         self._cfg, self._image_size, self._seed, self._policy = cfg, image_size, seed, read_policy(cfg.aa)
         self._train = self._held_out = _open_images("data.train", cfg.train)
         self.labels, self.fingerprint = self._train.names, self._train.fingerprint
-        everything = np.arange(len(self._train.labels))
         if cfg.eval:
             self._held_out = _open_images("data.eval", cfg.eval)
             self.number_classes(self.labels)
-            self._train_samples, self._eval_samples = everything, np.arange(len(self._held_out.labels))
-        elif len(everything) < 2:
-            raise DataError(f"data.train = {cfg.train!r} has only one image: none can be held out for evaluation")
-        else:
-            shuffled = random_stream(seed, Purpose.SPLIT).permutation(everything)
-            self._train_samples, self._eval_samples = np.split(shuffled, [-count_held_out(len(shuffled), cfg.held_out)])
+        num_eval = len(self._held_out.labels) if cfg.eval else 0
+        self._train_samples, self._eval_samples = divide(seed, len(self._train.labels), num_eval, cfg.held_out)
         self.num_train = len(self._train_samples)
         self.num_eval_batches = -(-len(self._eval_samples) // cfg.batch_size)
         self._order = EpochOrder(seed, self.num_train)
 
     def number_classes(self, names: tuple[str, ...]) -> None:
         """Numbers the classes of the evaluation data as these are, which must be among them."""
-        self._held_out = self._held_out.rename(names)
+        found = self._held_out
+        self._held_out = replace(found, names=names, labels=number_labels(found.names, names)[found.labels])
 
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
         positions = batch_positions(index, self._cfg.batch_size, part, parts)

@@ -17,13 +17,13 @@ from typing import Literal
 import numpy as np
 
 from stretto.batch import IGNORE, Batch
-from stretto.buckets import round_to_power
 from stretto.config import DataConfig
 from stretto.data.chat import COLUMNS, Chat, Message, Segment, keep_chat, open_chat, read_messages
 from stretto.data.documents import open_table
-from stretto.data.packing import count, pack, to_tensor
-from stretto.data.rows import Row, Spoiled
-from stretto.data.stream import Data, EpochOrder, Int64s, batch_positions, count_held_out
+from stretto.data.packing import count, pack_windows, to_tensor
+from stretto.data.rows import Row
+from stretto.data.splits import count_held_out
+from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, random_stream
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer, load_tokenizer
 from stretto.errors import DataError
 
@@ -50,6 +50,8 @@ class InstructData(Data):
         if cfg.eval:
             held_out, others = self._read("data.eval", chat, known)
             unused += others
+        elif len(train) < 2:
+            raise DataError("data.train has only one conversation: none can be held out for evaluation")
         else:
             number = count_held_out(len(train), cfg.held_out)
             train, held_out = train[:-number], train[-number:]
@@ -62,7 +64,8 @@ class InstructData(Data):
         key, how = "data.eval" if cfg.eval else "data.held_out", (chat, self.tokenizer, cfg.seq_len)
         self._train, self._held_out = Packed("data.train", train, *how), Packed(key, held_out, *how)
         self.num_train = len(self._train.packs)
-        self.num_eval_batches = -(-len(self._held_out.packs) // cfg.batch_size)
+        self._eval_order = random_stream(seed, Purpose.SPLIT).permutation(len(self._held_out.packs))
+        self.num_eval_batches = -(-len(self._eval_order) // cfg.batch_size)
         self._order, self._unused = EpochOrder(seed, self.num_train), unused
 
     def _read(
@@ -76,20 +79,14 @@ class InstructData(Data):
                 chat.check(messages, tokenizer)
             return Conversation(messages, chat.divide(messages))
 
-        table, spoiled = open_table(key, self._cfg, COLUMNS), Spoiled()
-        found = list(table.convert(make, spoiled))
-        spoiled.judge(table.name)
-        least = 1 if self._cfg.eval else 2
-        if len(found) < least:
-            raise DataError(f"{key}: {table.name} has {len(found)} conversations, too few to train on and to evaluate")
-        return found, spoiled.describe()
+        return open_table(key, self._cfg, COLUMNS).collect(make)
 
     def train_batch(self, index: int, part: int = 0, parts: int = 1) -> Batch:
         return self._batch(self._train, self._order.samples(batch_positions(index, self._cfg.batch_size, part, parts)))
 
     def eval_batch(self, index: int) -> Batch:
-        number = len(self._held_out.packs)
-        return self._batch(self._held_out, [i for i in batch_positions(index, self._cfg.batch_size) if i < number])
+        places = batch_positions(index, self._cfg.batch_size)
+        return self._batch(self._held_out, self._eval_order[places.start : places.stop].tolist())
 
     def describe(self) -> str:
         train, held_out = self._train, self._held_out
@@ -101,8 +98,7 @@ class InstructData(Data):
     def _batch(self, split: Packed, samples: Sequence[int]) -> Batch:
         chosen = np.concatenate([split.packs[sample] for sample in samples])
         ids, labels, lengths = split.take(chosen)
-        longest = min(self._cfg.seq_len, round_to_power(int(lengths.max()), least=1))
-        inputs = pack(ids, lengths, longest, num_sequences=round_to_power(len(lengths), least=1))
+        inputs = pack_windows(ids, lengths, self._cfg.seq_len)
         counts = count(lengths, len(ids), int((labels != IGNORE).sum()))
         return Batch(to_tensor(labels), counts, tuple(samples), inputs)
 
@@ -116,10 +112,9 @@ class Packed:
         parts, answers = list[Int64s](), list[Int64s]()
         rest = iter(conversations)
         while group := list(islice(rest, _GROUP)):
-            encoded = iter(chat.encode([segment for one in group for segment in one.segments], tokenizer))
-            for one in group:
-                pieces = [chat.begin(tokenizer), *islice(encoded, len(one.segments))]
-                learned = [False, *(segment.is_answer for segment in one.segments)]
+            encoded = chat.encode([one.segments for one in group], tokenizer)
+            for one, pieces in zip(group, encoded, strict=True):
+                learned = [segment.is_answer for segment in one.segments]
                 parts.append(np.concatenate([np.asarray(piece, np.int64) for piece in pieces]))
                 answers.append(np.repeat(learned, [len(piece) for piece in pieces]))
         # The model reads all but the last token of a conversation.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.batch import Counts, Layout, Sequences, dense_layout
+from stretto.buckets import round_to_power
 from stretto.data.stream import Int64s
 
 Ints = npt.NDArray[Any]
@@ -50,6 +51,20 @@ def pad(ids: Ints, lengths: Int64s, width: int, fill: int) -> Sequences:
     layout = dense_layout(rows, width, torch.from_numpy(lengths.astype(np.int32)))
     filled = spread(ids, find_slots(lengths, width), rows * width, fill)
     return Sequences(to_tensor(filled), to_tensor(np.tile(np.arange(width), rows)), layout)
+
+
+def arrange(ids: Ints, lengths: Int64s, fill: int, *, padded: bool) -> Sequences:
+    """Packs sequences, or pads them to the longest."""
+    longest = int(lengths.max())
+    if padded:
+        return pad(ids, lengths, longest, fill)
+    return pack(ids, lengths, max_len=-(-longest // 8) * 8)  # a multiple of 8: fewer shapes to compile
+
+
+def pack_windows(ids: Ints, lengths: Int64s, seq_len: int) -> Sequences:
+    """Packs sequences of at most `seq_len` tokens. Powers of two bound them, so that compiled code sees few shapes."""
+    longest = min(seq_len, round_to_power(int(lengths.max()), least=1))
+    return pack(ids, lengths, longest, num_sequences=round_to_power(len(lengths), least=1))
 
 
 def find_slots(lengths: Int64s, width: int) -> Int64s:

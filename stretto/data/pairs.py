@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from stretto.batch import IGNORE, Batch, Sequences, silence
+from stretto.batch import IGNORE, Batch, silence
 from stretto.config import DataConfig
 from stretto.data.documents import Documents, find_text_file, open_lines
-from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
-from stretto.data.stream import Data, Int64s, Purpose, count_held_out, random_stream
+from stretto.data.packing import arrange, count, find_slots, spread, to_tensor
+from stretto.data.splits import count_held_out
+from stretto.data.stream import Data, Int64s, Purpose, random_stream
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
@@ -143,6 +144,7 @@ class PairData(Data):
         self._cfg, self.fingerprint, self.tokenizer = cfg, fingerprint, tokenizer
         self._train, self._held_out = train, held_out
         self.num_train, self.num_eval_batches = len(train.pairs), held_out.num_batches
+        self._eval_order = random_stream(seed, Purpose.SPLIT).permutation(held_out.num_batches)
         self._shuffle = lru_cache(1)(lambda epoch: train.shuffle(random_stream(seed, Purpose.ORDER, epoch)))
 
     @property
@@ -157,7 +159,7 @@ class PairData(Data):
         return self._batch(self._train, mine) if len(mine) else silence(self._batch(self._train, pairs[:1]))
 
     def eval_batch(self, index: int) -> Batch:
-        return self._batch(self._held_out, self._held_out.members(self._held_out.pairs, index))
+        return self._batch(self._held_out, self._held_out.members(self._held_out.pairs, int(self._eval_order[index])))
 
     def load_test_pairs(self) -> list[tuple[str, str]]:
         """Reads the pairs (source, reference) of data.test, or else of the evaluation data, as text; drops none."""
@@ -179,15 +181,11 @@ class PairData(Data):
     def _batch(self, split: SizedPairs, pairs: Int64s) -> Batch:
         source, source_lengths = split.sources(pairs)
         target, labels, target_lengths = split.targets(pairs)
-        inputs, source_inputs = self._arrange(target, target_lengths), self._arrange(source, source_lengths)
+        padded, fill = self._cfg.layout == "padded", self.tokenizer.pad
+        inputs = arrange(target, target_lengths, fill, padded=padded)
+        source_inputs = arrange(source, source_lengths, fill, padded=padded)
         slots, source_slots = inputs.ids.numel(), source_inputs.ids.numel()
         counts = count(target_lengths, slots, len(labels), source_lengths, source_slots)
-        if self._cfg.layout == "padded":
+        if padded:
             labels = spread(labels, find_slots(target_lengths, inputs.layout.max_len), slots, IGNORE)
         return Batch(to_tensor(labels), counts, tuple(pairs.tolist()), inputs, source=source_inputs)
-
-    def _arrange(self, ids: Int64s, lengths: Int64s) -> Sequences:
-        longest = int(lengths.max())
-        if self._cfg.layout == "padded":
-            return pad(ids, lengths, longest, self.tokenizer.pad)
-        return pack(ids, lengths, max_len=-(-longest // 8) * 8)  # a multiple of 8: fewer shapes to compile

@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +23,18 @@ Row = Mapping[str, Any]
 X = TypeVar("X")
 LONGEST_LINE = 1 << 24  # bytes of a line, which is read whole
 _MOST_SPOILED = 0.01  # of all rows
-_NAMED = 5  # how many rows that are left out
+NAMED = 5  # how many of those that are left out
 _SHOWN = 80  # characters of a reason
+_LOOKED_AT = 100  # rows of a JSON file, any of which may lack a column that the others have
 _GROUP = 1000  # rows of a Parquet file or a data set that are read at a time
 
 
-class UnusableError(ValueError):
+def name_some(names: Sequence[str], count: int) -> str:
+    """Lists the first of so many names."""
+    return ", ".join(names[:NAMED]) + (f" and {count - NAMED:,} more" if count > NAMED else "")
+
+
+class UnusableError(DataError):
     """Why a row cannot be used."""
 
 
@@ -41,7 +48,7 @@ class Spoiled:
 
     def add(self, place: str, reason: object) -> None:
         self.count += 1
-        if len(self.named) < _NAMED:
+        if len(self.named) < NAMED:
             self.named.append(f"{place} ({str(reason)[:_SHOWN]})")
 
     def judge(self, where: str) -> None:
@@ -53,8 +60,7 @@ class Spoiled:
         """Says it behind a sentence."""
         if not self.count:
             return ""
-        more = f" and {self.count - len(self.named):,} more" if self.count > len(self.named) else ""
-        return f"; left out: {self.count:,} of {self.rows:,} rows, {', '.join(self.named)}{more}"
+        return f"; left out: {self.count:,} of {self.rows:,} rows, {name_some(self.named, self.count)}"
 
 
 @dataclass(frozen=True)
@@ -77,23 +83,29 @@ class Table:
             else:
                 yield made
 
+    def collect(self, make: Callable[[Row], X]) -> tuple[list[X], str]:
+        """Returns what `make` makes of all rows, and says which cannot be used."""
+        spoiled = Spoiled()
+        made = list(self.convert(make, spoiled))
+        spoiled.judge(self.name)
+        if not made:
+            raise DataError(f"{self.name} has no rows")
+        return made, spoiled.describe()
+
 
 def is_table(path: Path) -> bool:
     return _kind(path) in _READERS
 
 
 def _kind(path: Path) -> str:
-    return Path(path.name.removesuffix(".gz")).suffix
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def open_files(
-    name: str, paths: Sequence[Path], key: str, columns: Sequence[str], *, all_of_them: bool = False
-) -> Table:
-    """Opens tables one after another. Of a row, `columns` are wanted; `key` is the setting that names them."""
+def open_files(name: str, paths: Sequence[Path], expected: Expected) -> Table:
+    """Opens tables one after another."""
 
     def read() -> Iterator[tuple[str, Row | UnusableError]]:
         for path in paths:
-            expected = Expected(key, columns, str(path), all_of_them)
             for number, row in _READERS[_kind(path)](path, expected):
                 yield f"{path}:{number}", row
 
@@ -104,17 +116,16 @@ def open_files(
 class Expected:
     """The columns that are wanted of a table: one of them at least has to be there, or all."""
 
-    key: str
+    key: str  # the setting that names them
     columns: Sequence[str]
-    where: str
     all_of_them: bool = False
 
-    def check(self, there: Sequence[str]) -> list[str]:
+    def check(self, where: object, there: Sequence[str]) -> list[str]:
         """Returns those that are there."""
         found = [column for column in self.columns if column in there]
         if not found or (self.all_of_them and len(found) < len(self.columns)):
             wanted = " or ".join(map(repr, [column for column in self.columns if column not in found]))
-            raise DataError(f"{self.key}: {self.where} has no column {wanted}, only {', '.join(map(repr, there))}")
+            raise DataError(f"{self.key}: {where} has no column {wanted}, only {', '.join(map(repr, there))}")
         return found
 
 
@@ -127,15 +138,11 @@ def _read_lines(path: Path) -> Iterator[bytes]:
 
 
 def _read_json(path: Path, expected: Expected) -> Iterator[tuple[int, Row | UnusableError]]:
-    checked = False
-    for number, line in enumerate(_read_lines(path), 1):
-        if not line.strip():
-            continue
-        row = _parse(line)
-        if not checked and not isinstance(row, UnusableError):
-            expected.check(list(row))
-            checked = True
-        yield number, row
+    rows = ((number, _parse(line)) for number, line in enumerate(_read_lines(path), 1) if line.strip())
+    first = list(islice(rows, _LOOKED_AT))
+    if names := dict.fromkeys(name for _, row in first if not isinstance(row, UnusableError) for name in row):
+        expected.check(path, list(names))
+    yield from chain(first, rows)
 
 
 def _parse(line: bytes) -> Row | UnusableError:
@@ -156,7 +163,7 @@ def _read_csv(path: Path, expected: Expected) -> Iterator[tuple[int, Row | Unusa
             names = next(reader, [])
         except csv.Error as error:
             raise DataError(f"{path} is not a CSV file: {error}") from error
-        expected.check(names)
+        expected.check(path, names)
         while (fields := _next_fields(reader)) is not None:
             if isinstance(fields, UnusableError):
                 yield reader.line_num, fields
@@ -182,12 +189,12 @@ def _read_parquet(path: Path, expected: Expected) -> Iterator[tuple[int, Row | U
     try:
         with open_regular(path) as file:
             table, number = parquet.ParquetFile(file), 0
-            columns = expected.check(table.schema_arrow.names)
+            columns = expected.check(path, table.schema_arrow.names)
             for group in table.iter_batches(_GROUP, columns=columns):
                 for row in group.to_pylist():
                     number += 1
                     yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the Parquet file {path}: {error}") from error
 
 

@@ -36,19 +36,16 @@ class SequenceData(TextData):
         else:
             self.tokenizer = None  # type: ignore[assignment]  # it is needed for masks and padding alone
         parts = list(_read(sequences))
-        tokens = Tokens(_join(parts), np.cumsum([0, *map(len, parts)]))
-        self.largest = int(tokens.ids.max(initial=0))  # id
+        ids = np.concatenate([np.empty(0, np.int64), *parts])
+        self.largest = int(ids.max(initial=0))  # id
+        dtype = np.uint16 if self.largest < 1 << 16 else np.uint32
+        tokens = Tokens(ids.astype(dtype), np.cumsum([0, *map(len, parts)]))
         digest = hashlib.sha256(tokens.starts.astype("<i8").tobytes())
         digest.update(tokens.ids.astype("<u4").tobytes())
         self.fingerprint = digest.hexdigest()
         if len(tokens.ids) < 2:
             raise DataError("data=: there are fewer than two tokens in it")
         self._cut_windows(*hold_out(tokens, cfg.held_out))
-
-
-def _join(parts: list[Int64s]) -> Any:
-    ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    return ids.astype(np.uint16 if ids.max(initial=0) < 1 << 16 else np.uint32)
 
 
 def _read(sequences: Any) -> Iterator[Int64s]:

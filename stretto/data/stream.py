@@ -93,8 +93,3 @@ def batch_positions(index: int, batch_size: int, part: int = 0, parts: int = 1) 
     """Returns the positions of a micro-batch's samples in the stream, or of a share; shares differ by one at most."""
     begin, end = (index * batch_size + batch_size * number // parts for number in (part, part + 1))
     return range(begin, end)
-
-
-def count_held_out(total: int, share: float) -> int:
-    """Counts how many of `total` samples evaluation gets: at least one, and never all."""
-    return min(max(round(total * share), 1), total - 1)

@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 
 from stretto.batch import IGNORE, Batch, Sequences, dense_layout
-from stretto.buckets import round_to_power
 from stretto.config import DataConfig
 from stretto.data.documents import Documents, describe_unused, open_corpus
-from stretto.data.packing import count, find_slots, pack, pad, spread, to_tensor
-from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, count_held_out, random_rows
+from stretto.data.packing import count, find_slots, pack_windows, pad, spread, to_tensor
+from stretto.data.splits import count_held_out
+from stretto.data.stream import Data, EpochOrder, Int64s, Purpose, batch_positions, random_rows
 from stretto.data.tokenizer import Store, Tokenizer, choose_tokenizer, keep_tokenizer
 from stretto.data.tokens import Tokens, open_tokens
 from stretto.errors import DataError
@@ -157,9 +157,7 @@ class TextData(Data):
             positions = torch.arange(width).repeat(len(windows))
             inputs = Sequences(to_tensor(ids), positions, dense_layout(len(windows), width))
         elif self._cfg.layout == "packed":
-            # Powers of two, so that compiled code sees few shapes.
-            longest = min(width, round_to_power(int(lengths.max()), least=1))
-            inputs = pack(ids, lengths, longest, num_sequences=round_to_power(len(lengths), least=1))
+            inputs = pack_windows(ids, lengths, width)
         else:
             inputs = pad(ids, lengths, width, self.tokenizer.pad)
             slots = find_slots(lengths, width)

@@ -14,9 +14,11 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +99,9 @@ class Tokenizer(ABC):
     def to_json(self) -> str:
         """Returns what tokenizer.json holds."""
 
-    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode_many`, but the text of a special token becomes that token."""
-        return self.encode_many(texts)
+    def encode_marked(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+        """Returns the ids of texts that are given in parts, by part. The text of a special token becomes that token."""
+        return [self.encode_many(parts) for parts in texts]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[Ids]:
         return [np.asarray(ids, np.int64) for ids in self.encode_many(texts)]
@@ -161,26 +163,40 @@ class LibraryTokenizer(Tokenizer):
         raise DataError(f"{self._name} has no {role} token (looked for {', '.join(_NAMES[role])}): add one to it")
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        try:
-            encoded = [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"{self._name} cannot encode the text: {error}") from error
-        if self._leaked:
-            encoded = [[i for i in ids if i not in self._leaked] for ids in encoded]
-        return encoded
+        encoded = [encoding.ids for encoding in self._encode(texts)]
+        return [[i for i in ids if i not in self._leaked] for ids in encoded] if self._leaked else encoded
 
-    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_marked(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
         self._inner.encode_special_tokens = False
         try:
-            return [encoding.ids for encoding in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+            wholes = self._encode(["".join(parts) for parts in texts])
+            return [
+                _divide(whole, parts) or [encoding.ids for encoding in self._encode(parts)]
+                for whole, parts in zip(wholes, texts, strict=True)
+            ]
         finally:
             self._inner.encode_special_tokens = True
+
+    def _encode(self, texts: Sequence[str]) -> list[tokenizers.Encoding]:
+        try:
+            return self._inner.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{self._name} cannot encode the text: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=True)
 
     def to_json(self) -> str:
         return self._json
+
+
+def _divide(whole: tokenizers.Encoding, parts: Sequence[str]) -> list[list[int]]:
+    """Returns the ids of a text by its parts; none if a token lies across two of them."""
+    begins, ends = [begin for begin, _ in whole.offsets], list(accumulate(map(len, parts)))
+    places = [*(bisect_left(begins, end) for end in ends[:-1]), len(begins)]
+    if any(place and whole.offsets[place - 1][1] > end for place, end in zip(places, ends, strict=True)):
+        return []
+    return [whole.ids[first:last] for first, last in pairwise([0, *places])]
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:

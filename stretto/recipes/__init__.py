@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any
 
-from stretto.config import Config, apply_override, build_config, load_config, to_toml
+from stretto.config import Config, apply_overrides, build_config, load_config, to_toml
 from stretto.errors import ConfigError
 from stretto.files import refuse_links
 
@@ -24,9 +24,7 @@ def load_recipe(recipe: Recipe, overrides: Overrides = ()) -> Config:
     changes = list(_list_overrides(overrides) if isinstance(overrides, Mapping) else _check_strings(overrides))
     if isinstance(recipe, Config | Mapping):
         tree = _copy_tree(asdict(recipe) if isinstance(recipe, Config) else recipe)
-        for change in changes:
-            apply_override(tree, change)
-        return build_config(tree)
+        return build_config(apply_overrides(tree, changes))
     path = find_recipe(recipe)
     if not path.is_dir():
         return load_config(path, changes)

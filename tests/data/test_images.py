@@ -106,8 +106,18 @@ def test_evaluation_set_is_numbered_as_the_training_set(opened: Opener, folder: 
     assert data.num_train == 10
     assert data.eval_batch(0).labels.tolist() == [1]
     (tmp_path / "eval" / "emu").mkdir()
-    with pytest.raises(DataError, match=r"data\.eval has classes that data\.train has not: emu"):
+    with pytest.raises(DataError, match=r"data\.eval has labels that data\.train has not: emu"):
         open_images(opened, folder, eval=str(tmp_path / "eval"))
+
+
+def test_an_evaluation_set_that_is_sorted_by_class_is_mixed(opened: Opener, tmp_path: Path) -> None:
+    """Evaluations during training read the first batches alone."""
+    labels = np.repeat(np.arange(3), 30)
+    np.savez(tmp_path / "x.npz", images=np.zeros((90, 4, 4), np.uint8), labels=labels)
+    data = open_images(opened, tmp_path / "x.npz", eval=str(tmp_path / "x.npz"), batch_size=10)
+    batches = [data.eval_batch(i) for i in range(data.num_eval_batches)]
+    assert set(batches[0].labels.tolist()) == {0, 1, 2}
+    assert sorted(sum((batch.samples for batch in batches), ())) == list(range(90))
 
 
 def test_read_image(folder: Path) -> None:

@@ -61,6 +61,15 @@ def test_what_the_model_reads(opened: Opener, tmp_path: Path) -> None:
     assert (counts.source_tokens, counts.source_pairs, counts.cross_pairs) == (7, 4**2 + 3**2, 3 * 4 + 6 * 3)
 
 
+def test_an_evaluation_begins_with_pairs_of_any_length(opened: Opener, parallel: str) -> None:
+    data = open_pairs(opened, parallel, eval=parallel, max_tokens=96)
+    batches = [data.eval_batch(i) for i in range(data.num_eval_batches)]
+    assert sorted(sample for batch in batches for sample in batch.samples) == list(range(60))
+    sides = [(batch.inputs, batch.source) for batch in batches]
+    longest = [max(part.layout.max_len for part in both if part is not None) for both in sides]
+    assert len(set(longest)) > 2 and longest != sorted(longest)
+
+
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_budget_is_kept_and_used(opened: Opener, parallel: str, layout: str) -> None:
     data = open_pairs(opened, parallel, layout=layout)

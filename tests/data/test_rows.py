@@ -118,6 +118,27 @@ def test_rows_of_a_csv_file_that_cannot_be_used(tmp_path: Path) -> None:
     )
 
 
+def test_the_first_row_may_be_one_that_cannot_be_used(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "x.jsonl", [{"about": "these rows"}, *[{"text": "row"}] * 200])
+    documents = open_documents("data.train", str(path), "")
+    assert documents.count == 200
+    assert documents.spoiled.describe() == f"; left out: 1 of 201 rows, {path}:1 (it has no column 'text')"
+
+
+def test_the_case_of_a_suffix_does_not_matter(tmp_path: Path) -> None:
+    assert read(write_csv(tmp_path / "ROWS.CSV", [{"text": "one"}])) == ["one"]
+
+
+def test_a_parquet_file_with_text_that_is_none_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = pyarrow.array([b"good", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"cannot read the Parquet file .*x\.parquet: 'utf-8' codec can't decode"):
+        read(tmp_path / "x.parquet")
+
+
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", [{"text": "one"}])
     path.write_bytes(path.read_bytes()[:-9])
@@ -150,3 +171,6 @@ def test_a_data_set_that_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "49 documents" in data.describe() and "1 documents" in data.describe()
     with pytest.raises(DataError, match=r"no column 'text', only 'body'"):
         read(source, streaming=True)
+    write_json(folder / "train.jsonl", [{"body": i} for i in range(50)])
+    with pytest.raises(DataError, match=r"hf:.*: body' is int, not text"):
+        read(source, "body")

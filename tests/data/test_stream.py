@@ -13,7 +13,8 @@ import torch
 
 from stretto.batch import IGNORE
 from stretto.data import Data
-from stretto.data.stream import EpochOrder, Purpose, count_held_out, random_rows, random_stream
+from stretto.data.splits import count_held_out
+from stretto.data.stream import EpochOrder, Purpose, random_rows, random_stream
 from tests.data.corpora import Opener, same
 
 

@@ -20,7 +20,9 @@ from stretto.config import Config, build_config, dump_config, load_config
 from stretto.convert.folder import load_model, write_folder
 from stretto.data import open_data
 from stretto.errors import ConfigError, DataError
+from stretto.recipes import load_recipe
 from stretto.report import read_events
+from stretto.score import measure
 from stretto.train import train
 from stretto.trained import load_trained
 from tests.corpora import WORDS, write_corpus
@@ -125,7 +127,9 @@ def test_a_resumed_run_needs_the_folder_no_more(published: dict[str, Path], tmp_
     config = start(tmp_path, tmp_path / "source")
     whole = train(replace(config, run=replace(config.run, dir=str(tmp_path / "whole"))))
     run = train(replace(config, train=replace(config.train, steps=3)))
+    before = measure(run, 1)
     shutil.move(tmp_path / "source", tmp_path / "moved")
+    assert measure(run, 1) == before
     with pytest.raises(ConfigError, match=r"RUN/config.toml --resume"):
         start(tmp_path, tmp_path / "source")
     again = load_config(run / "config.toml", ["train.steps=6"])
@@ -195,6 +199,27 @@ def test_sizes_that_contradict_the_folder_are_named(
         start(tmp_path, published["gpt2"], **model)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "folder"),
+    [("causal-lm", "gpt2"), ("demo", "gpt2"), ("instruct", "gpt2"), ("masked-lm", "bert"), ("classify", "bert")],
+)
+def test_a_folder_takes_the_place_of_the_model_that_a_recipe_describes(
+    recipe: str, folder: str, published: dict[str, Path]
+) -> None:
+    init = str(published[folder])
+    config = load_recipe(recipe, [f"model.init={init}", "data.seq_len=32"])
+    assert (config.model.layers, config.model.width, config.model.vocab, config.model.max_len) == (2, 32, 64, 40)
+    assert config.data.tokenizer == config.model.init == init
+    changed = load_recipe(
+        recipe, {"model": {"init": init, "dropout": 0.3}, "data": {"seq_len": 32, "tokenizer": "bpe"}}
+    )
+    assert changed.model.dropout == 0.3 and changed.data.tokenizer == "bpe"
+    with pytest.raises(ConfigError, match=r"has model\.layers = 2, but the recipe says 3"):
+        load_recipe(recipe, ["model.layers=3", f"model.init={init}"])
+    with pytest.raises(ConfigError, match=r"model\.kind"):
+        load_recipe(recipe, [f"model.init={published['bert' if folder == 'gpt2' else 'gpt2']}"])
+
+
 def test_what_the_recipe_may_say(published: dict[str, Path], tmp_path: Path) -> None:
     config = start(tmp_path, published["gpt2"], dropout=0.25, vocab=0, mlp_width=0, layers=2)
     assert (config.model.dropout, config.model.attention_dropout, config.model.vocab) == (0.25, 0.0, 64)
@@ -202,7 +227,7 @@ def test_what_the_recipe_may_say(published: dict[str, Path], tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"data\.task = 'masked' needs model\.kind = 'encoder'"):
         start(tmp_path, published["gpt2"], {"task": "masked"})
     with pytest.raises(ConfigError, match=r"model\.init = 3 must be of type str"):
-        build_config({"model": {"init": 3}, "data": {"tokenizer": "bytes"}})
+        build_config({"model": {"init": 3}})
 
 
 def test_training_does_not_import_transformers() -> None:
