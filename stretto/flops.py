@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from stretto.config import ModelConfig
+from stretto.memory import count_block_parameters
 
 
 class Counted(Protocol):
@@ -49,11 +50,7 @@ def training_flops(cfg: ModelConfig, counts: Counted, depths: Mapping[str, Worki
     num_blocks: dict[str, float] = {"encoder": cfg.layers, "decoder": cfg.decoder_layers or cfg.layers}
     num_blocks |= {name: depth.work for name, depth in (depths or {}).items()}
     layers, decoder_layers = num_blocks["encoder"], num_blocks["decoder"]
-    width, kv_heads = cfg.width, cfg.kv_heads or cfg.heads
-    kv_width = width // cfg.heads * kv_heads
-    attention = 2 * width * width + 2 * width * kv_width
-    inner = cfg.mlp_width or 4 * width
-    block = attention + (3 if cfg.activation == "swiglu" else 2) * width * inner
+    width, (block, _) = cfg.width, count_block_parameters(cfg)
     if cfg.kind == "vit":
         images, length = counts.tokens, tokens_per_sample(cfg)
         products = images * ((length - 1) * cfg.channels * cfg.patch**2 * width + length * layers * block)
