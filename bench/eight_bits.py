@@ -1,4 +1,4 @@
-"""Trains a small model in emulated numbers of 8 bits, as in 2018 (stretto/numerics/training.py), next to fp32.
+"""Trains a small model in emulated numbers of 8 bits, as in 2018 (emulated.py), next to fp32.
 
     python -m bench.eight_bits RECIPE [--set section.key=value ...] [--steps 40] [--lr 0.1] [--mantissa 9] [--chunk 64]
 
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
+from bench.emulated import Emulated, Momentum, set_products, train
 from stretto.build import build
 from stretto.config import Config, load_config
 from stretto.data import open_data
 from stretto.mesh import Mesh
 from stretto.model import sites
 from stretto.numerics.formats import Format
-from stretto.numerics.training import Emulated, Momentum, set_products, train
 from stretto.recipes import find_recipe
 from stretto.runtime import Runtime
 from stretto.train import complete

@@ -47,13 +47,8 @@ def to_bucket(batch: Batch) -> Batch:
 
 
 def round_to_bucket(count: int, parts: int = PARTS) -> int:
-    step = size_of_bucket(count, parts)
+    step = max(2 ** (max(count, 1).bit_length() - 1) // parts, LEAST)  # less than one is added
     return max(-(-count // step) * step, LEAST)
-
-
-def size_of_bucket(count: int, parts: int = PARTS) -> int:
-    """Returns the size of the steps that a count is rounded up in: less than one step is added."""
-    return max(2 ** (max(count, 1).bit_length() - 1) // parts, LEAST)
 
 
 def round_to_power(count: int, least: int = LEAST) -> int:

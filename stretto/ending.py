@@ -45,8 +45,8 @@ def recording_exit(folder: Path, rt: Runtime, config: Config) -> Iterator[None]:
 
     def record(error: BaseException | None) -> None:
         end = getattr(error, "first", None) or describe_end(error, rt.rank, rt.step, rt.reason)
-        same = all(before.get(key) == value for key, value in _find_kind(end, version).items())
-        attempts = (before.get("attempts", 1) + 1) if same else 1
+        kind = {key: end[key] for key in ("code", "cause", "step")} | {"version": version}
+        attempts = before.get("attempts", 1) + 1 if kind.items() <= before.items() else 1
         _write(path, end | {"attempts": attempts, "version": version, "time": read_clock()}, error)
         if rt.is_main and error is not None:
             _append(folder / EVENTS, {"time": read_clock(), "ended": end})
@@ -77,10 +77,6 @@ def _share(rt: Runtime, before: dict[str, Any]) -> dict[str, Any]:
 def _identify(config: Config) -> str:
     """What has to change for a run to be another attempt."""
     return hashlib.sha256(f"{dump_config(config)} {__version__} {torch.__version__}".encode()).hexdigest()[:16]
-
-
-def _find_kind(end: dict[str, Any], version: str) -> dict[str, Any]:
-    return {key: end[key] for key in ("code", "cause", "step")} | {"version": version}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -99,12 +99,12 @@ def call_roll(store: dist.Store, rank: int, world: int) -> tuple[dict[str, Any] 
     missing, heard = {r for r in range(world) if r != rank}, list[dict[str, Any]]()
 
     def ask() -> None:
-        store.set(f"{HERE}{rank}", "")
         deadline = time.monotonic() + ROLL_CALL_S
         while missing and not heard and time.monotonic() < deadline:
-            missing.difference_update([r for r in missing if store.check([f"{HERE}{r}"])])
             if store.check([FIRST]):
                 heard.append(json.loads(store.get(FIRST)))
+            store.set(f"{HERE}{rank}", "")  # not before: whoever holds the store may go when all have answered
+            missing.difference_update([r for r in missing if store.check([f"{HERE}{r}"])])
             time.sleep(0.05)
 
     _try_for(2 * ROLL_CALL_S, ask)

@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
 
@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 
 from stretto.errors import ConfigError, PeerLostError, Preempted, tell
-from stretto.signals import GRACE_S, LAUNCHER, SAME_REQUEST_S, STOP_SIGNALS
+from stretto.signals import GRACE_S, LAUNCHER, SAME_REQUEST_S, handling
 
 LOOK_S = 0.1
 MEETING_S = 900  # for the other machines to come
@@ -85,7 +85,8 @@ def launch(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes speak for themselves
     host, port = _read_address(meet, machines)
     launcher = Launcher()
-    with _passing_on(launcher):
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
+    with handling(launcher.pass_on):
         store = _open_store(host, port) if machine == 0 else None
         place = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port if store is not None else port)}
         for attempt in range(restarts + 1):
@@ -130,15 +131,3 @@ def _open_store(host: str, port: int) -> TCPStore:
         )  # with port 0, one that is free
     except RuntimeError as error:
         raise ConfigError(f"--meet: {host}:{port} cannot be opened: {str(error).partition(chr(10))[0]}") from error
-
-
-@contextmanager
-def _passing_on(launcher: Launcher) -> Iterator[None]:
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
-    watched = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
-    before = {number: signal.signal(number, launcher.pass_on) for number in watched}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -115,7 +115,8 @@ def _compare_tensors(run: Run, saved: checkpoint.Stored) -> list[str]:
     lines = []
     for kind, mine, stored in (("weights", shot.weights, saved.weights), ("moments", shot.moments, saved.moments)):
         before = {name: stored[name].read_part(shot.rows.get(name), value) for name, value in mine.items()}
-        gaps = {name: _find_gap(before[name], value) for name, value in mine.items() if not _same(before[name], value)}
+        odd = [name for name, value in mine.items() if not _same(before[name], value)]
+        gaps = {name: float((before[name] - mine[name]).abs().max()) for name in odd}
         (count,) = run.rt.sum_over_ranks([len(gaps)])
         worst = max(gaps, key=lambda name: gaps[name], default="")
         words = f"{count} of {len(stored)} tensors differ" + (f", {worst} by up to {gaps[worst]:.3g}" if worst else "")
@@ -125,7 +126,3 @@ def _compare_tensors(run: Run, saved: checkpoint.Stored) -> list[str]:
 
 def _same(one: Tensor, two: Tensor) -> bool:
     return torch.equal(one.flatten().view(torch.uint8), two.flatten().view(torch.uint8))
-
-
-def _find_gap(one: Tensor, two: Tensor) -> float:
-    return float((one - two).abs().max())

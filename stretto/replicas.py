@@ -22,12 +22,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stretto.config import ParallelConfig
 from stretto.errors import DifferenceError
 from stretto.mesh import Mesh
 from stretto.runtime import Runtime
+from stretto.weights import find_local
 
 WIDE = 1 << 16
 ROWS = 1 << 8  # that are multiplied at once: 64 MB
@@ -97,8 +97,8 @@ def _list_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 @torch.no_grad()
 def hash_bits(tensor: Tensor) -> Tensor:
     """A number in int64, on the tensor's device."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    bits = local.detach().contiguous().flatten().view(INTEGERS[local.element_size()])
+    local = find_local(tensor).detach()
+    bits = local.contiguous().flatten().view(INTEGERS[local.element_size()])
     bits = bits.view(torch.int32) if bits.dtype == torch.int64 else bits
     weights = make_weights(min(bits.numel(), WIDE), torch.int32, bits.device)
     whole = bits.numel() // WIDE * WIDE

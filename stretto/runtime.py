@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import hashlib
 import os
 import platform
@@ -244,6 +245,7 @@ def _clear_frames(error: BaseException | None) -> None:
     while error is not None:
         clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+    gc.collect()  # a pipeline and its model know each other, and its channels close with it
 
 
 def choose_device(name: str = "auto") -> torch.device:

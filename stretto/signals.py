@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from stretto.errors import Preempted, StrettoError, tell
 
@@ -94,6 +95,19 @@ class Stoppable:
 
 
 @contextmanager
+def handling(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Gives the signals that ask to stop to a handler. nohup lets a run outlive its terminal by having SIGHUP ignored,
+    and so it stays."""
+    watched = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in watched}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)
+
+
+@contextmanager
 def watching(state: Stoppable, name: str, speaks: bool, timeout_s: float) -> Iterator[None]:
     """Handles signals, and keeps watch. The first signal asks to stop. The same one soon after is the same request;
     later, it ends the process at once."""
@@ -118,18 +132,13 @@ def watching(state: Stoppable, name: str, speaks: bool, timeout_s: float) -> Ite
     if threading.current_thread() is not threading.main_thread():  # Python allows no handlers: the caller keeps its own
         yield
         return
-    # nohup lets a run outlive its terminal by having SIGHUP ignored.
-    watched = [s for s in STOP_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
-    before = {number: signal.signal(number, ask) for number in watched}
-    state.listens = True
-    end_with_launcher()
-    with _fatal_errors_shown(), Watch(state, name, timeout_s):
+    with _fatal_errors_shown(), Watch(state, name, timeout_s), handling(ask):
+        state.listens = True
+        end_with_launcher()
         try:
             yield
         finally:
             state.listens = False
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class Watch(threading.Thread):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +23,22 @@ from stretto.techniques import open_techniques
 from tests.corpora import write_corpus
 
 MakeConfig = Callable[..., Config]
+ROOT = Path(__file__).parents[1]
 PATIENCE_S = 600  # for another process: on a machine that others use too, it can be many times slower than alone
+
+
+def find_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def find_imported(code: str, *names: str) -> list[str]:
+    """Those of these modules that Python has imported when it has run the code, in a process of its own."""
+    code += f"\nimport sys; print(*[name for name in {names} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.split()
 
 
 def base(folder: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ SKIPPED = {
     ("results", ""): "was measured on an H200, in hours",
     ("add-a-technique", ""): "tests/test_technique_page.py does it",
     ("numerics-lab", "stretto numerics causal-lm --probe"): "takes a GPU",
-    ("numerics-lab", "python -m bench.eight_bits"): "takes minutes; tests/numerics/test_training.py does it in short",
+    ("numerics-lab", "python -m bench.eight_bits"): "takes minutes; tests/bench/test_eight_bits.py does it in short",
     (
         "pipeline",
         "stretto launch -n 8",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from stretto import heartbeat
 from stretto.errors import ConfigError
 from stretto.runtime import choose_device, explain, peak_flops
 
@@ -66,3 +67,18 @@ def test_mfu_is_against_the_right_chip(monkeypatch: pytest.MonkeyPatch, name: st
 def test_a_gpu_that_is_not_there_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"run\.device"):
         choose_device("cuda")
+
+
+class Leaving(torch.distributed.HashStore):
+    """A store whose holder goes as soon as the other one has answered."""
+
+    def set(self, key: str, value: str) -> None:
+        if key.startswith(heartbeat.HERE):
+            raise ConnectionError("nobody is there")
+        super().set(key, value)
+
+
+def test_who_answers_has_read_the_cause() -> None:
+    store, cause = Leaving(), {"code": 6, "rank": 0, "message": "not finite"}
+    heartbeat.note_failure(store, cause)
+    assert heartbeat.call_roll(store, 1, 2) == (cause, [0])

@@ -24,7 +24,7 @@ from stretto.errors import ConfigError
 from stretto.mesh import Mesh, build_mesh
 from stretto.model import Decoder, build_model
 from stretto.parallel.gather import Gather
-from stretto.parallel.layouts import cut, join, split
+from stretto.parallel.layouts import Cut, cut, split
 from stretto.parallel.partial import HOPPER, Scores, attend_part, backward_part, merge
 from stretto.parallel.sequence import Segment, SequenceParallel, Splitter, choose
 from stretto.runtime import Runtime
@@ -77,6 +77,11 @@ def make_layout(lengths: list[int], dense: bool) -> Layout:
 def make_splitter(part: int, parts: int, model: ModelConfig, **options: Any) -> Splitter:
     cfg = ParallelConfig(sequence=parts, **({"sequence_method": "gather"} | options))
     return Splitter(cfg, model, Place(part, parts))  # type: ignore[arg-type]
+
+
+def join(x: Tensor, of: Cut) -> Tensor:
+    """What all processes have, one after the other, [parts * size, ...], to [T, ...]: undoes `split`."""
+    return x[torch.from_numpy(of.row)]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 9), st.sampled_from(LAYOUTS), st.booleans())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from stretto.config import ModelConfig
 from stretto.parallel import sequence_costs as costs
 from stretto.parallel.sequence_costs import Link, Message, Pass, Traffic
+from tests.runs import find_imported
 from tests.scaling import EQUAL, FAST, GQA, MEASURED, MHA, SLOW, count_messages, read_measured
 
 
@@ -132,8 +131,7 @@ def test_faster_arithmetic_never_makes_gathering_look_better() -> None:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, stretto.parallel.sequence_costs; print({'torch', 'numpy'} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+    assert find_imported("import stretto.parallel.sequence_costs", "torch", "numpy") == []
 
 
 def test_obstacles() -> None:

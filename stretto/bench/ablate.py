@@ -9,11 +9,8 @@ in the folder `ablation` of the run; nothing else there is written to.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,13 +23,13 @@ from stretto import runtime
 from stretto.average import use_means
 from stretto.bench.contest import run_apart
 from stretto.bench.measure import Contestant, Work, measure
-from stretto.bench.worker import explain
+from stretto.bench.worker import answer
 from stretto.build import build
 from stretto.config import Config
-from stretto.errors import ConfigError, Preempted
+from stretto.errors import ConfigError
 from stretto.evaluate import evaluate
 from stretto.execute import Executor
-from stretto.files import make_folder, refuse_links, write_text
+from stretto.files import make_folder, refuse_links
 from stretto.given import Given
 from stretto.mesh import build_mesh
 from stretto.precision import PRECISIONS
@@ -123,17 +120,9 @@ def _learn_and_time(config: Config, folder: Path, steps: int, rt: Runtime, scrat
     return measure(contestant, work, steps, rt.device, PRECISIONS[precision]) | {"eval_loss": scores["eval_loss"]}
 
 
-def main(arguments: Sequence[str]) -> None:
-    folder, steps, name, result = arguments
-    try:
-        numbers = run_shortly(Path(folder), int(steps), name)
-    except Preempted:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        numbers = {"failed": explain(error)}
-    write_text(Path(result), json.dumps(numbers))
+def main(folder: str, steps: str, name: str, result: str) -> None:
+    answer(result, lambda: run_shortly(Path(folder), int(steps), name))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

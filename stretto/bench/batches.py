@@ -18,8 +18,8 @@ MASK_SHARE = 0.15
 CORPUS = 20_000  # sentence pairs to sort and cut into batches
 
 
-def draw_batches(workload: Workload, cfg: ModelConfig, seed: int = 0) -> list[Batch]:
-    random, num_batches = np.random.default_rng(seed), workload.num_batches
+def draw_batches(workload: Workload, cfg: ModelConfig) -> list[Batch]:
+    random, num_batches = np.random.default_rng(0), workload.num_batches
     if cfg.kind == "vit":
         return [_draw_images(workload.rows, cfg, random) for _ in range(num_batches)]
     if cfg.kind == "encoder-decoder":

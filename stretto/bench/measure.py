@@ -32,6 +32,7 @@ from stretto.runtime import memory_gib, peak_flops
 MOST_WARM_UP_PASSES = 20
 MOST_KERNELS = 12  # to list by name
 OPTIMIZER_VALUES = 7  # read and written per parameter
+REPEATS = 20  # of what the ceilings are measured by
 
 # The first match decides. Inductor names a kernel after the operators it came from, such as the transposition in front
 # of an attention kernel, so its element-wise kernels must be recognised before anything else.
@@ -226,10 +227,10 @@ def measure_ceilings(device: torch.device, precision: torch.dtype) -> tuple[floa
     return 2 * size**3 / matmul_s, 2 * values * source.element_size() / copy_s
 
 
-def _median_seconds(call: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
+def _median_seconds(call: Callable[[], Any], device: torch.device) -> float:
     call()
     clock = Clock(device)
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         call()
         clock.tick()
     return statistics.median(clock.read())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -29,7 +29,8 @@ from stretto.bench.workloads import WORKLOADS, Workload, fit_to_device
 from stretto.buckets import to_bucket
 from stretto.build import build, describe_context, run_step
 from stretto.config import Config, load_config
-from stretto.errors import OutOfMemoryError
+from stretto.errors import OutOfMemoryError, Preempted
+from stretto.files import write_text
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.mesh import build_mesh
 from stretto.model import build_model, sites
@@ -124,13 +125,20 @@ def explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def main(workload: str, name: str, steps: str, recipe: str, result: str) -> None:
+def answer(result: str, work: Callable[[], dict[str, Any]]) -> None:
+    """Writes what the work gives, or why it failed, for the process that waits for it (contest.run_apart)."""
     try:
-        numbers = run(workload, name, int(steps), Path(recipe))
+        numbers = work()
+    except Preempted:
+        raise
     except Exception as error:
         traceback.print_exc()
         numbers = {"failed": explain(error)}
-    Path(result).write_text(json.dumps(numbers), encoding="utf-8")
+    write_text(Path(result), json.dumps(numbers))
+
+
+def main(workload: str, name: str, steps: str, recipe: str, result: str) -> None:
+    answer(result, lambda: run(workload, name, int(steps), Path(recipe)))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ logarithm of x is spread evenly, so that E[1 / x^2] = 3 / (8 ln 2) and E[1 / x] 
     nearest, n terms            n E[1/x^2] / 24 / 4^M = 0.0225 n / 4^M
     stochastic                  twice that, but right on average
     chunks                      c + n / c in place of n; least at c = sqrt(n)
-    cut of each sum             Var(computed) / Var(exact) = (1 - exp(-y)) / y,   y = E[1/x] n / 2^M
     nearest, all terms equal    the sum stays at 2^(M + 1) terms: half a step is then as large as a term
 
 A unit that aligns terms and cuts each of them (F fraction bits, terms of P bits) loses nothing before the step exceeds
 the last bit of a term, which sums of equal terms reach after n0 = 2^(F - P) / E[1/x] of them; with k = n - n0,
 
     coherent      relative bias (k / n) ((1 - exp(-y)) / y - 1),   y = E[1/x] k / 2 / 2^F
-    mean zero     cut toward zero, at most 4 times the noise of rounding to nearest; cut downward, a bias of at most
-                  E[1/x] sqrt(2 / pi) / 3 * n / 2^F of the sum's deviation
+    mean zero     cut toward zero, at most 4 times the noise of rounding to nearest
 
 The variance retention ratio, VRR, is that of Sakr et al. (Accumulation Bit-Width Scaling, ICLR 2019, arXiv 1901.06588):
 Var(computed) / Var(exact) where products of P bits lose their low bits while the sum is large, and are lost as a whole
@@ -27,7 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import cache
-from math import ceil, erfc, expm1, inf, log, log2, pi, prod, sqrt
+from math import ceil, erfc, expm1, inf, log, log2, prod, sqrt
 
 INVERSE, INVERSE_SQUARE = 1 / (2 * log(2)), 3 / (8 * log(2))  # E[1/x], E[1/x^2]
 NOISE = {"nearest": INVERSE_SQUARE / 24, "stochastic": INVERSE_SQUARE / 12, "zero": INVERSE_SQUARE / 6}
@@ -39,12 +37,6 @@ def noise(n: float, mantissa: int, chunk: int = 0, rounding: str = "nearest") ->
     return NOISE[rounding] * (chunk + n / chunk if 0 < chunk < n else n) / 4.0**mantissa
 
 
-def retained_by_cut(n: float, mantissa: int) -> float:
-    """The variance of a sum that is cut toward zero after each addition, over that of the exact sum."""
-    y = INVERSE * n / 2.0**mantissa
-    return -expm1(-y) / y
-
-
 def cut_bias(n: float, fraction: int, product: float = inf) -> float:
     """The relative bias of a coherent sum whose aligned terms of `product` bits are cut."""
     k = n - 2.0 ** (fraction - product) / INVERSE
@@ -52,19 +44,9 @@ def cut_bias(n: float, fraction: int, product: float = inf) -> float:
     return k / n * (-expm1(-y) / y - 1) if k > 0 else 0.0
 
 
-def cut_down_bias(n: float, fraction: int) -> float:
-    """The most bias of a mean-zero sum whose aligned terms are cut downward, over the sum's standard deviation."""
-    return -INVERSE * sqrt(2 / pi) / 3 * n / 2.0**fraction
-
-
 def stall(mantissa: int) -> int:
     """The number of equal terms at which a sum rounded to nearest stops growing."""
     return int(2 ** (mantissa + 1))
-
-
-def best_chunk(n: int) -> int:
-    """The power of two nearest to sqrt(n), where noise is least."""
-    return int(2 ** round(log2(n) / 2))
 
 
 def _beyond(level: float, n: float) -> float:
@@ -83,13 +65,6 @@ def _swamped(n: int, mantissa: int, after: float) -> tuple[float, float]:
         q = now * (1 - before)
         total, moment, before = total + q, moment + (i - after) * q, now
     return total, moment
-
-
-def retention_of_whole(n: int, mantissa: int) -> float:
-    """VRR of terms that are lost as a whole or not at all; for n without end it is 1 / 3."""
-    total, moment = _swamped(n, mantissa, 0.0)
-    last = 1 - _beyond(2.0**mantissa, n)
-    return (moment + n * last) / (n * (total + last))
 
 
 def _retain(n: int, mantissa: int, product: int) -> float:
@@ -119,13 +94,10 @@ def retention(n: int, mantissa: int, product: int = 5, chunk: int = 0, density: 
 
 
 @cache
-def required_mantissa(n: int, product: int = 5, chunk: int = 0, error: float = 0.0) -> int:
-    """The least number of mantissa bits by VRR, where chunks have to satisfy it in both levels; or, with an `error`, by
-    the law of rounding to nearest, for at most that error relative to the deviation of the sum."""
+def required_mantissa(n: int, product: int = 5, chunk: int = 0) -> int:
+    """The least number of mantissa bits by VRR, where chunks have to satisfy it in both levels."""
 
     def suffices(width: int) -> bool:
-        if error:
-            return noise(n, width, chunk) <= error**2
         levels = _levels(n, product, chunk, 1.0)
         return all(terms * (1 - _retain(terms, width, bits)) < ENOUGH for terms, bits in levels)
 

@@ -66,8 +66,3 @@ def split(x: Tensor, of: Cut, part: int, fill: Any) -> Tensor:
     tokens = of.tokens(part)
     mine[: len(tokens)] = x[torch.from_numpy(tokens)]
     return mine
-
-
-def join(x: Tensor, of: Cut) -> Tensor:
-    """What all processes have, one after the other, [parts * size, ...], to [T, ...]: undoes `split`."""
-    return x[torch.from_numpy(of.row).to(x.device)]

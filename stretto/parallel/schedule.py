@@ -162,19 +162,17 @@ class Schedule:
         return [a for a in rest if a.number < (update + 1 if a.kind == "update" else end)]
 
 
-def balance(
-    costs: Sequence[float], modules: int, ring: bool = False, first: float = 0.0, last: float = 0.0
-) -> list[range]:
+def balance(costs: Sequence[float], modules: int, ring: bool = False, last: float = 0.0) -> list[range]:
     """Cuts blocks that cost so much into modules, such that the busiest process has as little to do as is possible.
-    `first` and `last` are what embedding and head cost besides. Every module has at least one block; where there is a
-    choice, later modules have more of them, since earlier ones hold more micro-batches. What the busiest process does
-    is a sum over neighbours, or in a ring over all that is left and right of them: the least sum that will do is found
-    by bisection."""
+    `last` is what the head costs besides. Every module has at least one block; where there is a choice, later modules
+    have more of them, since earlier ones hold more micro-batches. What the busiest process does is a sum over
+    neighbours, or in a ring over all that is left and right of them: the least sum that will do is found by
+    bisection."""
     blocks = len(costs)
     if not 1 + ring <= modules <= blocks:
         raise ValueError(f"{blocks} blocks cannot be cut into {modules} modules{' of a ring' if ring else ''}")
-    until = [0.0, *accumulate(costs)]  # with the embedding in front of the first block, and the head behind the last
-    until = [0.0, *(first + cost for cost in until[1:-1]), first + until[-1] + last]
+    until = [*accumulate(costs, initial=0.0)]
+    until[-1] += last  # the head is behind the last block
     pairs = [(i, j) for j in range(1, blocks + 1) for i in range(j)]
     sums = {until[j] - until[i] for i, j in pairs}
     sums |= {until[i] + until[-1] - until[j] for i, j in pairs} if ring else set()

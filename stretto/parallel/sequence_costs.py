@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from stretto.config import Config, ModelConfig, ParallelConfig
-from stretto.memory import kv_width, list_blocks, mlp_widths
+from stretto.memory import count_block_parameters, kv_width, list_blocks
 
 Method = Literal["gather", "ulysses", "ring"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -230,8 +230,7 @@ def _guess_seconds(
 ) -> tuple[float, float]:
     """Estimates the seconds of work and of waiting for messages in one layer, forward and backward, without the
     messages of its weights. All arithmetic runs at one rate, balanced over ranks."""
-    own, (up, inner) = tokens / ranks, mlp_widths(cfg)
-    products = cfg.width * (2 * cfg.width + 2 * kv_width(cfg) + up + inner)
+    own, (products, _) = tokens / ranks, count_block_parameters(cfg)
     rest = Pass(2 * own * products / flops, 4 * own * products / flops)
 
     def block(keys: float, merged: bool, copied: float = 0.0) -> Pass:

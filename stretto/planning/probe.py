@@ -8,10 +8,8 @@ Each runs in a process of its own, as contestants of the bench do, so that memor
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from stretto.batch import Batch
 from stretto.bench.batches import draw_batches
 from stretto.bench.contest import run_apart
 from stretto.bench.measure import Contestant, time_passes, warm_up
-from stretto.bench.worker import explain, form
+from stretto.bench.worker import answer, form
 from stretto.bench.workloads import Workload
 from stretto.build import build, run_step
 from stretto.config import Config, dump_config, load_config
@@ -126,12 +124,7 @@ def build_contestant(config: Config, draws: Sequence[Batch], rt: Runtime) -> Con
 
 
 def main(recipe: str, result: str) -> None:
-    try:
-        numbers = probe(load_config(recipe))
-    except Exception as error:
-        traceback.print_exc()
-        numbers = {"failed": explain(error)}
-    Path(result).write_text(json.dumps(numbers), encoding="utf-8")
+    answer(result, lambda: probe(load_config(recipe)))
 
 
 if __name__ == "__main__":

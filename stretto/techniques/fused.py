@@ -241,7 +241,9 @@ class FusedBlock(Block):
                 return x, Branch(h)
 
             return self.run_inside(run, lambda x: x, pending.out, x)
-        settles = share.scale is not None and (share.whole or not is_norm(self.attention_norm))
+        settles = share.scale is not None and (
+            share.whole or not isinstance(self.attention_norm, nn.LayerNorm | nn.RMSNorm)
+        )
         x, put = take(share, x) if settles else (x, None)
         wanted = None if settles else share.part.subset
         scaled = partial(scale_branch, share, settles)
@@ -433,10 +435,6 @@ def scale_branch(share: Share, settles: bool, branch: Branch) -> Branch:
     if share.whole or share.scale is None:
         return branch
     return Branch(*(None if part is None else share.scale * part for part in branch[:2]))
-
-
-def is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.LayerNorm | nn.RMSNorm)
 
 
 def norm_parts(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, bool]:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.runs import PATIENCE_S
+from tests.runs import PATIENCE_S, ROOT, find_port
+from tests.server import find_server
 
-ROOT = Path(__file__).parents[2]
+
+def run_module(module: str, processes: int, log: Path, *arguments: str) -> None:
+    """Runs `python -m module` in processes that are forked from one that has imported everything."""
+    find_server().start(log, *arguments, processes=processes, module=module).expect_success()
 
 
-def find_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def run_module_afresh(module: str, processes: int, variables: dict[str, str], *arguments: str) -> None:
+    """The same in processes that share nothing, by torchrun if there are several."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(find_port())]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if processes > 1 else []), "-m", module, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def launch(
@@ -28,18 +35,17 @@ def launch(
     variables: dict[str, str] | None = None,
     module: str = "tests.distributed.jobs",
 ) -> None:
-    """Runs all jobs in one launch, each in its own run folder. `module` is what runs them."""
+    """Runs all jobs in one launch, each in its own run folder. `module` is what runs them. With variables of their own
+    the processes share nothing."""
     folder.mkdir()
     for name, job in jobs.items():
         job["config"]["run"]["dir"] = str(folder / job.get("folder", name))
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(find_port())]
-    command = [sys.executable, *(torchrun if processes > 1 else []), "-m", module]
-    done = subprocess.run(
-        [*command, str(folder / "jobs.json"), str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | (variables or {}),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    if variables is None:
+        run_module(module, processes, folder / "log", str(path), str(folder))
+    else:
+        run_module_afresh(module, processes, variables, str(path), str(folder))
 
 
 def samples(folder: Path, name: str, processes: int) -> dict[str, list[int]]:

@@ -8,7 +8,6 @@ This file is also what each process runs:
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from datetime import timedelta
 from itertools import product
@@ -26,12 +25,11 @@ from stretto import checkpoint
 from stretto.checkpoint import drafts
 from stretto.config import FusedConfig, OptimConfig
 from stretto.optim import clip_gradients, weight_writer
-from tests.distributed.processes import find_port
+from tests.distributed.processes import run_module
 from tests.models import build_adamw
 from tests.runs import PATIENCE_S
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
 WAYS = {
     f"{weights}-{moments}": FusedConfig(weights=weights, moments=moments)  # type: ignore[arg-type]
     for weights, moments in product(("fp32", "split", "bf16"), ("fp32", "bf16"))
@@ -137,13 +135,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, way in WAYS.items():
         checkpoint.save(folder / "one" / name, Training(way).run(0, 3, spoil=2).shot(3), keep=1)
     for processes, action in ((2, "main"), (4, "deal_out_again")):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-        done = subprocess.run(
-            [*torchrun, "--master-port", str(find_port()), "-m", "tests.distributed.test_flat_adamw", action,
-             str(folder)],
-            cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_module("tests.distributed.test_flat_adamw", processes, folder / f"{action}.log", action, str(folder))
     return folder
 
 

@@ -26,10 +26,9 @@ import stretto.hf.defer
 import stretto.report
 from stretto.hf import Step, Trainer
 from stretto.optim import FlatAdamW
-from tests.distributed.processes import find_port
 from tests.hf.families import accelerated, draw_batch
 from tests.hf.trainers import draw_samples, make
-from tests.runs import PATIENCE_S
+from tests.runs import PATIENCE_S, find_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,7 @@ import pytest
 
 from stretto.report import read_events
 from tests.corpora import write_corpus
-from tests.distributed.processes import ROOT
-from tests.runs import PATIENCE_S, eval_losses, losses
+from tests.runs import PATIENCE_S, ROOT, eval_losses, losses
 
 pytestmark = pytest.mark.dist
 STEPS = 8

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +25,11 @@ from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.techniques import open_techniques
 from tests.corpora import write_corpus
-from tests.distributed.delays import define
+from tests.distributed.delays import Delayed, define
 from tests.distributed.jobs import FAULTS
-from tests.distributed.processes import ROOT, find_port, launch
-from tests.runs import PATIENCE_S, base, change, eval_losses, losses
+from tests.distributed.processes import launch
+from tests.runs import base, change, eval_losses, losses
+from tests.server import Group, find_server
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]  # sums in the order of one thread
 STEPS = 7
@@ -147,14 +147,22 @@ def two(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def definition(folder: Path) -> Callable[[str], Delayed]:
+    """What a job of two processes has to compute, by its name; each is computed once."""
+    return cache(lambda name: define(make_two(folder)[name], folder / "one" / name))
+
+
+@pytest.fixture(scope="module")
 def four(folder: Path) -> Path:
     launch({name: {"config": tree} for name, tree in make_four(folder).items()}, folder / "four", 4)
     return folder / "four"
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_processes_compute_what_the_definition_says(two: Path, folder: Path, name: str) -> None:
-    wanted = define(make_two(folder)[name], folder / "one" / name)
+def test_two_processes_compute_what_the_definition_says(
+    two: Path, definition: Callable[[str], Delayed], name: str
+) -> None:
+    wanted = definition(name)
     assert find_differences(two / name, wanted.result()) == []
     found = losses(two / name)
     assert found.keys() == {1, 5, STEPS}
@@ -212,9 +220,8 @@ def test_an_interrupted_run_ends_with_the_same_bits(two: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_seen(two: Path, folder: Path, fault: str) -> None:
-    wanted = define(make_two(folder)["pipelined-linear"], folder / "one" / fault)
-    assert len(find_differences(two / fault, wanted.result())) > 20
+def test_planted_faults_are_seen(two: Path, definition: Callable[[str], Delayed], fault: str) -> None:
+    assert len(find_differences(two / fault, definition("pipelined-linear").result())) > 20
 
 
 def test_old_gradients_are_measured(two: Path) -> None:
@@ -243,63 +250,45 @@ def test_kernels_compute_it_too(folder: Path) -> None:
         assert [key for key, value in wanted.items() if not torch.equal(value, found[key])] == [], name
 
 
-@pytest.mark.parametrize("end", ["killed", "frozen", "confused"])
-def test_a_process_that_fails_ends_the_others_with_a_clear_message(folder: Path, end: str) -> None:
-    """Started by hand: torchrun would end the survivor before it could speak. The second process fails in the middle of
-    an update; with --resume the run then ends with the same bits as one that nothing happened to."""
-    failing = f"""
-import os, signal, stretto.parallel.stages as stages
-from stretto.cli import main
-if os.environ["RANK"] == "1" and os.environ.get("FAILS"):
-    real, calls = stages.Channel.send, []
-    def send(self, number, *args):
-        calls.append(1)
-        if len(calls) == 40:
-            if "{end}" == "confused":
-                number += 1
-            else:
-                os.kill(os.getpid(), signal.SIGKILL if "{end}" == "killed" else signal.SIGSTOP)
-        return real(self, number, *args)
-    stages.Channel.send = send
-main()
-"""
-    run = folder / end
+def start(folder: Path, run: str, how: str, *more: str) -> Group:
+    """Two processes, of which the second one fails if `how` says so (failing.py)."""
     sets = [
-        f"run.dir={run}", f"data.train={folder / 'text'}", "data.suffix=.txt", "data.seq_len=16", "data.batch_size=2",
-        "model.layers=2", "model.width=16", "model.heads=2", "model.max_len=32", "train.steps=24", "train.log_every=50",
-        "train.micro_batches=2", "train.eval_batches=1", "checkpoint.every=8", "checkpoint.keep=9",
-        "run.timeout_s=8", "parallel.pipeline=2", "parallel.schedule=2bw", "parallel.placement=linear",
+        f"run.dir={folder / run}", f"data.train={folder / 'text'}", "data.suffix=.txt", "data.seq_len=16",
+        "data.batch_size=2", "model.layers=2", "model.width=16", "model.heads=2", "model.max_len=32", "train.steps=24",
+        "train.log_every=50", "train.micro_batches=2", "train.eval_batches=1", "checkpoint.every=8",
+        "checkpoint.keep=9", "run.timeout_s=8", "parallel.pipeline=2", "parallel.schedule=2bw",
+        "parallel.placement=linear",
     ]  # fmt: skip
     options = [part for override in sets for part in ("--set", override)]
+    log, module = folder / f"{run}{'-'.join(more)}.log", "tests.distributed.failing"
+    return find_server().start(log, how, "train", "demo", *options, *more, processes=2, module=module)
 
-    def start(fails: str, *more: str) -> list[tuple[int, str]]:
-        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port()), "FAILS": fails}
-        pair = [
-            subprocess.Popen(
-                [sys.executable, "-c", failing, "train", "demo", *options, *more], cwd=ROOT, text=True,
-                env=os.environ | group | {"RANK": str(rank)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            )
-            for rank in (0, 1)
-        ]  # fmt: skip
-        (_, message), first = pair[0].communicate(timeout=PATIENCE_S), pair[0].returncode
-        if fails and end == "frozen":
-            pair[1].kill()
-        return [(first, message), (0, pair[1].communicate(timeout=PATIENCE_S)[1])]
 
-    (code, message), (_, other) = start("yes")
-    if end == "confused":  # the one who received it says so, the other one lost its partner
-        assert "a message of another micro-batch" in message, message
-        assert "rank 0 has failed" in other, other
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Tensor]:
+    """The weights of a run that nothing happened to."""
+    start(folder, "whole", "").expect_success()
+    return checkpoint.load(folder / "whole" / "checkpoints", 24).weights
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen", "confused"])
+def test_a_process_that_fails_ends_the_others_with_a_clear_message(
+    folder: Path, whole: dict[str, Tensor], how: str
+) -> None:
+    """Nobody but the others ends the survivor, as torchrun would before it could speak. The second process fails in the
+    middle of an update; with --resume the run then ends with the same bits as one that nothing happened to."""
+    failing = start(folder, how, how)
+    code = failing.wait_for_end(0)
+    if how == "frozen":
+        failing.kill(1)
+    failing.wait()
+    if how == "confused":  # the one who received it says so, the other one lost its partner
+        assert "a message of another micro-batch" in failing.log and "rank 0 has failed" in failing.log, failing.log
     else:
-        assert code == 7 and "rank 1 was lost without a word" in message, message
-    (code, message), _ = start("", "--resume")
-    assert code == 0, message
-    whole = [option.replace(str(run), f"{run}-whole") for option in options]
-    options[:] = whole
-    (code, message), _ = start("")
-    assert code == 0, message
-    one, other_run = (checkpoint.load(Path(f"{run}{name}") / "checkpoints", 24).weights for name in ("", "-whole"))
-    assert [key for key in one if not torch.equal(one[key], other_run[key])] == []
+        assert code == 7 and "rank 1 was lost without a word" in failing.log, failing.log
+    start(folder, how, "", "--resume").expect_success()
+    found = checkpoint.load(folder / how / "checkpoints", 24).weights
+    assert [key for key, value in whole.items() if not torch.equal(value, found[key])] == []
 
 
 @pytest.mark.parametrize(

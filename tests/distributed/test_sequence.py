@@ -4,15 +4,12 @@ many messages, and as many elements in them, as the formulas say. Mistakes that 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.processes import ROOT, find_port
-from tests.runs import PATIENCE_S
+from tests.distributed.processes import run_module
 
 pytestmark = pytest.mark.dist
 Found = list[dict[str, Any]]  # by process
@@ -20,12 +17,7 @@ LAYERS, TOKENS, WIDTH, HEAD_SIZE = 3, 256, 64, 16  # of the model whose messages
 
 
 def run_cases(folder: Path, processes: int) -> Found:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(find_port())]
-    done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "tests.distributed.sequence_cases", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_module("tests.distributed.sequence_cases", processes, folder / "log", str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 

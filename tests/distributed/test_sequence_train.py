@@ -4,9 +4,6 @@ and a run goes on where another number of them left it."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +20,9 @@ from stretto.runtime import Runtime
 from stretto.train import build
 from stretto.trained import load_run_config
 from tests.corpora import write_pairs
-from tests.distributed.processes import ROOT, find_port, launch, samples
-from tests.runs import PATIENCE_S, base, change, eval_losses, losses
+from tests.distributed.processes import launch, samples
+from tests.runs import base, change, eval_losses, losses
+from tests.server import find_server
 
 pytestmark = pytest.mark.dist
 STEPS = 4
@@ -160,7 +158,7 @@ def test_compiled_models_share_sequences_too(runs: Path, tmp_path: Path) -> None
         name: job(change(trees(tmp_path)[name], parallel__sequence=2, train__compile=True, **changes))
         for name, changes in ways.items()
     }
-    launch(jobs, tmp_path / "compiled", 2)
+    launch(jobs, tmp_path / "compiled", 2, {})  # a compiler has processes of its own
     for name in ways:
         assert losses(tmp_path / "compiled" / name) == pytest.approx(losses(runs / "one" / name), abs=1e-5)
 
@@ -173,35 +171,14 @@ def test_what_does_not_fit_is_refused_before_step_one(runs: Path, place: str, ra
 
 
 def test_a_process_that_dies_during_a_gather_ends_the_others_with_a_clear_message(runs: Path) -> None:
-    """Started by hand: torchrun would end the survivor before it could speak. The second process ends itself, without a
-    word, when it should send keys and values for the tenth time."""
-    dying = """
-import os, signal, sys, stretto.parallel.gather as gather
-from stretto.cli import main
-if os.environ["RANK"] == "1":
-    real, calls = gather.all_gather, []
-    def all_gather(*args, **options):
-        calls.append(1)
-        if len(calls) == 10:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **options)
-    gather.all_gather = all_gather
-main()
-"""
+    """Nobody but the others ends the survivor, as torchrun would before it could speak. The second process ends itself,
+    without a word, when it should send keys and values for the tenth time."""
     sets = [
         f"run.dir={runs / 'lost'}", f"data.train={runs / 'text'}", "data.seq_len=32", "train.steps=100000",
         "run.timeout_s=60", "parallel.sequence=2", "parallel.sequence_method=gather",
     ]  # fmt: skip
     options = [part for override in sets for part in ("--set", override)]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, "-c", dying, "train", "demo", *options], cwd=ROOT,
-            env=os.environ | group | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in (0, 1)
-    )  # fmt: skip
-    _, message = first.communicate(timeout=PATIENCE_S)
-    second.communicate(timeout=PATIENCE_S)
-    assert second.returncode == -9
-    assert first.returncode == 7 and "rank 1 was lost without a word" in message, message
+    command = ("killed in a gather", "train", "demo", *options)
+    group = find_server().start(runs / "lost.log", *command, processes=2, module="tests.distributed.failing")
+    assert group.wait() == [7, -9]
+    assert "rank 1 was lost without a word" in group.log, group.log

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from bench.rank_costs import layer_traffic
 from stretto.config import build_config
+from tests.distributed.processes import run_module
 
 pytestmark = pytest.mark.dist
 
@@ -19,10 +18,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module", params=[2, 4])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
     ranks, folder = request.param, tmp_path_factory.mktemp("share")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*launch, "-m", "tests.distributed.share", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_module("tests.distributed.share", ranks, folder / "log", str(folder))
     return ranks, [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 

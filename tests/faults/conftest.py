@@ -14,7 +14,7 @@ from stretto.train import train
 from tests.corpora import write_corpus
 from tests.faults.fleet import Fleet
 from tests.faults.runs import Runs
-from tests.faults.server import Server
+from tests.server import Server, find_server
 
 Tally = Callable[[str, int], None]
 
@@ -43,11 +43,9 @@ def thorough(whole: bool) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
+def server() -> Server:
     """Starts processes in no time."""
-    server = Server()
-    yield server
-    server.close()
+    return find_server()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 from stretto.config import dump_config
 from tests.faults.configs import config_of
-from tests.faults.server import Group, Server
+from tests.server import Group, Server
 
 
 def sets(**values: Any) -> list[str]:

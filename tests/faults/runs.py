@@ -17,8 +17,8 @@ import torch
 from stretto import checkpoint
 from stretto.config import build_config, dump_config
 from stretto.report import read_events
-from tests.faults.server import Group, Server
 from tests.runs import PATIENCE_S, change
+from tests.server import Group, Server
 
 EXIT = "exit.json"  # what a run writes when it ends by itself
 Tree = dict[str, Any]

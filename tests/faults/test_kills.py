@@ -25,8 +25,7 @@ from tests.faults.runs import (
     wait_for_steps,
     write_recipe,
 )  # fmt: skip
-from tests.faults.server import ROOT
-from tests.runs import PATIENCE_S, base, change
+from tests.runs import PATIENCE_S, ROOT, base, change
 
 KILLS = 100  # of each kind of run, if all are tried
 WAYS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from stretto.plan import advise_on_memory
 from stretto.report import read_events
 from tests.faults.conftest import Tally
 from tests.faults.fleet import Fleet, sets
-from tests.faults.server import Group
+from tests.server import Group
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 Faults = list[tuple[str, str, int | None, int]]

@@ -21,8 +21,7 @@ from stretto.files import write_text
 from stretto.replay import replay
 from stretto.report import EVENTS, read_events
 from stretto.train import train
-from tests.distributed.processes import ROOT, find_port
-from tests.runs import PATIENCE_S, base, change
+from tests.runs import PATIENCE_S, ROOT, base, change, find_port
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

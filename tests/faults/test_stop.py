@@ -25,8 +25,8 @@ from stretto.train import train
 from tests.faults.configs import config_of
 from tests.faults.conftest import Tally
 from tests.faults.fleet import Fleet, sets
-from tests.faults.server import Group
 from tests.runs import PATIENCE_S, eval_losses
+from tests.server import Group
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]

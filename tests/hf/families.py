@@ -176,7 +176,3 @@ def assert_parity(found: dict[str, Tensor], plain: dict[str, Tensor], exact: dic
     ours, theirs = errors(found, exact), errors(plain, exact)
     worse = {name: (ours[name], theirs[name]) for name in ours if not ours[name] <= 2 * theirs[name] + floor}
     assert not worse, worse
-
-
-def copy_of(model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-    return copy.deepcopy(model).to(dtype or next(model.parameters()).dtype)

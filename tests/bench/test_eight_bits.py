@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.eight_bits import FIXED, run
+from bench.emulated import LOSS_SCALE, Emulated, Momentum, set_products
 from stretto.batch import Batch
 from stretto.build import build
 from stretto.config import Config, load_config
@@ -17,7 +18,6 @@ from stretto.data import open_data
 from stretto.mesh import Mesh
 from stretto.model import sites
 from stretto.numerics.formats import IBM8, IBM16, Format
-from stretto.numerics.training import LOSS_SCALE, Emulated, Momentum, set_products
 from stretto.ops.products import Product
 from stretto.recipes import find_recipe
 from stretto.runtime import Runtime
