@@ -61,7 +61,8 @@ def check(arguments: list[str]) -> None:
     values, _, _ = command.make_parser(typer.Context(command, **command.context_settings)).parse_args(list(rest))
     if name == "train":
         recipe = values["recipe"] if values["recipe"] in list_recipes() else "causal-lm"  # another one may say anything
-        load_config(find_recipe(recipe), values.get("override", []))
+        overrides = values.get("override") or []
+        load_config(find_recipe(recipe), [one for one in overrides if not one.startswith("model.init=")])  # not here
     if name == "bench":
         find_workloads([workload for workload in values["workloads"] or [] if not PLACEHOLDER.fullmatch(workload)])
 
