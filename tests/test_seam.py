@@ -55,7 +55,7 @@ NAMES = {
     "sequence": r"parallel\.sequence\b|sequence_(method|layout|keep|heads)|[Ss]equence[- ]?[Pp]arallel|Splitter",
 }
 # Torch has a word for its own optimizers that is ours for a technique.
-TORCHS = r"torch's\s+fused|torch that are fused|fused=True|[Ff]used\s+(kernel|optimizer|AdamW)"
+TORCHS = r"torch's\s+fused|torch that are fused|fused=True|adamw_torch_fused|[Ff]used\s+(kernel|optimizer|AdamW)"
 SHARED = ("stretto/config.py", "stretto/techniques/__init__.py")
 NAMES_NONE = ("train", "step", "evaluate", "checkpoint", "report", "execute", "graphs", "data/")
 KNOWN = {
@@ -75,13 +75,13 @@ def find_named(source: str) -> set[str]:
 
 
 def find_offences(sources: dict[str, str], known: Sequence[str] = tuple(KNOWN)) -> list[str]:
-    """Files that name a technique other than its own file, the options and the order."""
-    homes = {cls.name: f"{cls.__module__.replace('.', '/')}.py" for cls in load_all()}
+    """Files that name a technique other than its own, of what it does and what it costs, the options and the order."""
+    homes = {cls.name: cls.__module__.replace(".", "/") for cls in load_all()}
     return [
         f"{name} names {technique}"
         for name, source in sources.items()
         for technique in sorted(find_named(source))
-        if name not in (*known, *SHARED, homes[technique])
+        if name not in (*known, *SHARED, f"{homes[technique]}.py", f"{homes[technique]}_costs.py")
     ]
 
 
@@ -429,8 +429,9 @@ class Recorder:
         self.forgotten: list[int] = []  # how many there were each time that all were forgotten
         self.made.append(self)
 
-    def run(self, *batches: Batch) -> tuple[Tensor, ...]:
-        self.seen.append(tuple(map(shape_of, batches)))
+    def run(self, *batches: Batch, launched: bool = False) -> tuple[Tensor, ...]:
+        if not launched:
+            self.seen.append(tuple(map(shape_of, batches)))
         return self.work(*batches)
 
     def forget(self) -> None:
