@@ -74,6 +74,7 @@ def run_from_start_to_end(config: Config, rt: Runtime, resume: bool, given: Give
         cleanup.enter_context(run.saver)
         if resume:
             load_latest(run)
+            run.saver.retire(run.step, run.best_step)
         origin = start_from_folder(run) if config.model.init and run.step == 0 else []
         report = cleanup.enter_context(Report(folder, config.train.steps, run.step, rt.is_main, config))
         if rt.is_main:

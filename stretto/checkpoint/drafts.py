@@ -100,10 +100,7 @@ def publish(draft: Path, state: dict[str, Any], keep: int, parts: int = 1) -> Pa
         else:
             _discard(target)
             _rename(draft, target)
-    try:
-        _retire(folder, step, keep, state["best_step"])
-    except OSError as error:
-        tell(f"old checkpoints in {folder} could not be deleted: {error}")
+    retire(folder, step, keep, state["best_step"])
     return target
 
 
@@ -149,19 +146,22 @@ def _explaining_failures(draft: Path, step: int) -> Iterator[None]:
         raise CheckpointError(f"{words} as they were. See to the disk, and go on with --resume") from error
 
 
-def _retire(folder: Path, step: int, keep: int, best_step: int) -> None:
+def retire(folder: Path, step: int, keep: int, best_step: int) -> None:
     """Keeps the best, and the newest `keep` that verify, but at least two: until there are as many, nothing is deleted.
     Runs only after `step` is safely there. Newer ones were damaged when the run was resumed, and go if they still are.
     """
-    known = steps(folder)
-    verdicts = {other: "whole" if other == step else judge(folder / name_step(other))[0] for other in known}
-    whole = [other for other in known if other <= step and verdicts[other] == "whole"]
-    if len(whole) < max(keep, LEAST):
-        return
-    for other in known:
-        old = verdicts[other] == "damaged" or other in whole[max(keep, LEAST) :]
-        if old and other != best_step:
-            _discard(folder / name_step(other))
+    try:
+        known = steps(folder)
+        verdicts = {other: "whole" if other == step else judge(folder / name_step(other))[0] for other in known}
+        whole = [other for other in known if other <= step and verdicts[other] == "whole"]
+        if len(whole) < max(keep, LEAST):
+            return
+        for other in known:
+            old = verdicts[other] == "damaged" or other in whole[max(keep, LEAST) :]
+            if old and other != best_step:
+                _discard(folder / name_step(other))
+    except OSError as error:
+        tell(f"old checkpoints in {folder} could not be deleted: {error}")
 
 
 def _discard(checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from stretto.checkpoint.drafts import Snapshot, clean, name_draft, name_part, publish, write_part
+from stretto.checkpoint.drafts import LEAST, Snapshot, clean, name_draft, name_part, publish, retire, write_part
 from stretto.checkpoint.verify import steps
 from stretto.errors import CheckpointError, DiskFullError, PeerLostError, StrettoError, tell
 from stretto.runtime import SHARED_CAUSES, Runtime
@@ -65,6 +65,16 @@ class Saver:
     def failed(self) -> bool:
         """Whether the last save of this process has failed, as far as is known by now."""
         return self.error is not None
+
+    def retire(self, step: int, best_step: int) -> None:
+        """When a run goes on from `step`: deletes the old ones that a save would have, had it not been killed before. A
+        run that is done saves nothing more."""
+
+        def finish() -> None:
+            if self.keep and step and len(steps(self.folder)) > max(self.keep, LEAST) + 1:  # the best may be one more
+                retire(self.folder, step, self.keep, best_step)
+
+        self.rt.while_main(finish)
 
     def start(self, shot: Snapshot) -> None:
         """Saves a snapshot in the background. The last save must have been settled."""

@@ -462,3 +462,16 @@ def test_a_start_cleans_what_a_crash_left_and_nothing_else(run: Path) -> None:
     config: Config = config_of(run, steps=4)
     train(config, resume=True)  # it is finished: nothing is saved any more
     assert not any(path.exists() for path in left) and all(path.exists() for path in own)
+
+
+@pytest.mark.fault("K1")
+def test_old_ones_go_where_the_last_save_was_killed_before(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = make_config(run__dir=str(tmp_path / "run"), train__steps=8, train__eval_every=0, checkpoint__every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts, "retire", lambda *options: None)
+        folder = train(config) / "checkpoints"
+    assert checkpoint.steps(folder) == [8, 6, 4, 2]
+    train(config, resume=True)  # it is done: nothing is saved any more
+    assert checkpoint.steps(folder) == [8, 6]
