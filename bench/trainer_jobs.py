@@ -1,12 +1,12 @@
-"""Four jobs as people write them, by transformers' Trainer and by Stretto's: the import is the only difference.
+"""Five jobs as people write them, by transformers' Trainer and by Stretto's: the import is the only difference.
 
     python -m bench.trainer_jobs                        # everything, about a minute for each job and Trainer
     python -m bench.trainer_jobs --jobs gpt2 --steps 120
     python -m bench.trainer_jobs --tiny                 # on a CPU, in seconds
 
-Models are initialised at random from their configurations and kept in fp32, with bf16=True; samples are random, their
-lengths log-normal; transformers' own collators pad each batch to its longest row; four workers load. Each Trainer runs
-in a process of its own. "all" is the speed from the second step to the last one, "end" that of the last third, when
+Models are initialised at random from their configurations and kept in fp32, with bf16=True; of the one with LoRA (by
+peft, on all linear layers), what is frozen is in bf16. Samples are random, their lengths log-normal; transformers' own
+collators pad each batch to its longest row; four workers load. Each Trainer runs in a process of its own. "all" is the speed from the second step to the last one, "end" that of the last third, when
 kernels are compiled and graphs are recorded. Tokens are real ones; of pairs, those of both sides.
 """
 
@@ -71,6 +71,18 @@ def _t5(tiny: bool) -> Any:
     return hf.T5ForConditionalGeneration(hf.T5Config(**options))
 
 
+def _llama_lora(tiny: bool) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    options: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+                               "intermediate_size": 8192}  # fmt: skip
+    heads, vocab = (2, TINY.vocab) if tiny else (8, 128256)
+    config = hf.LlamaConfig(**TINY_TEXT if tiny else options, num_key_value_heads=heads, vocab_size=vocab,
+                            tie_word_embeddings=True, rope_theta=500000.0)  # fmt: skip
+    model = hf.LlamaForCausalLM(config).bfloat16()
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear"))
+
+
 def _vocab(tiny: bool) -> int:
     return (TINY if tiny else FULL).vocab
 
@@ -79,11 +91,16 @@ def _mask_words(tokenizer: Any) -> Any:
     return hf.DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=0.15)
 
 
+def _predict_words(tokenizer: Any) -> Any:
+    return hf.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+
+
 JOBS = {
     "bert-classify": Job(32, 128, 40, lambda tiny: _bert(hf.BertForSequenceClassification, tiny),
                          hf.DataCollatorWithPadding, classes=2),
     "bert-mlm": Job(32, 512, 150, lambda tiny: _bert(hf.BertForMaskedLM, tiny), _mask_words),
     "gpt2": Job(8, 1024, 1024, _gpt2, lambda tokenizer: hf.default_data_collator, packed=True),
+    "llama-lora": Job(8, 2048, 600, _llama_lora, _predict_words),
     "t5": Job(32, 128, 40, _t5, hf.DataCollatorForSeq2Seq, pairs=True),
 }  # fmt: skip
 
@@ -152,7 +169,8 @@ def run(name: str, which: str, steps: int, tiny: bool) -> dict[str, float]:
     job, vocab = JOBS[name], _vocab(tiny)
     torch.manual_seed(0)
     hf.set_seed(0)
-    model, clock = job.build(tiny), Clock(steps)
+    with torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu"):
+        model, clock = job.build(tiny), Clock(steps)
     samples = Samples(job, steps * job.rows, vocab, 16 if tiny else 1)
     with tempfile.TemporaryDirectory() as folder:
         args = hf.TrainingArguments(
@@ -198,7 +216,7 @@ def run_apart(name: str, which: str, steps: int, tiny: bool) -> dict[str, float]
 
 
 def find_trainers(name: str) -> list[str]:
-    known = name == "gpt2" or name.startswith("bert")  # what Liger may patch; it refuses what it does not know
+    known = name != "t5"  # what Liger may patch; it refuses what it does not know
     return ["transformers", "stretto", *(["liger"] if known and find_spec("liger_kernel") else [])]
 
 

@@ -30,7 +30,7 @@ from stretto.errors import NonFiniteError
 from stretto.runtime import memory_gib, peak_flops
 
 MOST_WARM_UP_PASSES = 20
-MOST_KERNELS = 12  # to list by name
+MOST_KERNELS = 40  # to list by name
 OPTIMIZER_VALUES = 7  # read and written per parameter
 REPEATS = 20  # of what the ceilings are measured by
 

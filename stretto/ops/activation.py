@@ -38,9 +38,11 @@ from stretto.ops.dropout import drop_ref, keeps, row_words
 from stretto.ops.language import (
     cdiv,
     dense_rows,
+    exp2,
     jit,
     next_power_of_2,
     num_processors,
+    reciprocal,
     runs_kernels,
     tl,
     wide,
@@ -126,17 +128,18 @@ def gate_of(x, KIND: tl.constexpr):
         power = tl.fma(z, power, -5.25336117e-02)
         power = tl.fma(z, power, -4.59198296e-01)
         power = tl.fma(z, power, -1.15110600e00)
-        tail = tl.exp2(tl.fma(z, power, -1.0))
+        tail = exp2(tl.fma(z, power, -1.0))
         s = tl.where(x < 0, tail, 1 - tail)
         t = tl.where(x < 0, 1 - tail, tail)
-    else:
-        z = x
+    else:  # e = exp(-z), as a power of two
         if KIND == "gelu_tanh":
-            z = x * tl.fma(x * x, 0.07135481282052, 1.5957691216057308)  # 2 u: 2 sqrt(2 / pi) and 0.044715 of it
+            z = x * tl.fma(x * x, 0.10294324, 2.3022082)  # 2 sqrt(2 / pi) / ln 2 and 0.044715 of it
         elif KIND == "gelu_quick":
-            z = x * 1.702
-        e = tl.exp(-tl.maximum(z, -80.0))  # stays finite, and so does its product with s
-        s = 1 / (1 + e)
+            z = x * 2.4554669
+        else:
+            z = x * 1.4426950
+        e = exp2(-tl.maximum(z, -115.0))  # stays finite, and so does its product with s
+        s = reciprocal(1 + e)
         t = e * s
     return s, t
 
@@ -145,7 +148,7 @@ def gate_of(x, KIND: tl.constexpr):
 def slope_of(x, s, t, KIND: tl.constexpr):
     """Returns s + x s'(x), from s and t = 1 - s."""
     if KIND == "gelu":
-        ds = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        ds = exp2(tl.fma(x * x, -0.72134752, -1.3257480647361593))  # exp(-x^2 / 2) / sqrt(2 pi)
     elif KIND == "gelu_tanh":
         ds = s * t * tl.fma(x * x, 0.21406443846156, 1.5957691216057308)
     elif KIND == "gelu_quick":
@@ -189,19 +192,23 @@ def activate_block(
 @jit
 def differentiate_block(
     dh_at, kept_at, bias, value_bias, key_ptr, row, col, cols, inside,
-    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, KEPT_H: tl.constexpr,
 ):  # fmt: skip
-    """Returns dx of a block, with a gate also that of the value; and h. All are fp32."""
+    """Returns dx of a block, with a gate also that of the value; and h. All are fp32. KEPT_H: of relu, h is given in
+    place of x, and the bias is in it."""
     scale: tl.constexpr = 1 / (1 - P)
     dy = tl.load(dh_at, mask=inside, other=0.0).to(tl.float32)
     kept = tl.load(kept_at, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "relu":
+    if KIND == "relu" and KEPT_H:
         dx = tl.where(kept <= 0, 0.0, dy * scale)
         dvalue, y = dx, kept
     else:
         x = kept + bias
-        s, t = gate_of(x, KIND)
-        y = x * s
+        if KIND == "relu":
+            y = tl.where(x <= 0, 0.0, x)
+        else:
+            s, t = gate_of(x, KIND)
+            y = x * s
         if P > 0:
             keep = survives(key_ptr, row, col, P)
             dy = tl.where(keep, dy * scale, 0.0)
@@ -210,7 +217,7 @@ def differentiate_block(
             value = tl.load(kept_at + cols, mask=inside, other=0.0).to(tl.float32) + value_bias
             y *= value
             dy *= value
-        dx = dy * slope_of(x, s, t, KIND)
+        dx = tl.where(x <= 0, 0.0, dy) if KIND == "relu" else dy * slope_of(x, s, t, KIND)
         if P > 0:
             y = tl.where(keep, y * scale, 0.0)
     return dx, dvalue, y
@@ -252,7 +259,7 @@ def _activate_backward_kernel(
         dx_at = dx_ptr + row_at * dx_stride + col
         dx, dvalue, h = differentiate_block(
             dh_ptr + row_at * dh_stride + col, kept_ptr + row_at * kept_stride + col, bias, value_bias, key_ptr,
-            row, col, cols, inside, KIND, GATED, P,
+            row, col, cols, inside, KIND, GATED, P, True,
         )  # fmt: skip
         if GATED:
             tl.store(dx_at + cols, dvalue.to(dx_ptr.dtype.element_ty), mask=inside)

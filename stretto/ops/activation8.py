@@ -8,8 +8,8 @@ The definition is activation.py, then round8.py: results are rounded to the dtyp
 it shows nowhere which of the two ways was taken. Bounds are known beforehand. A program has a tile, which it reads
 once; its column sums are taken before any rounding, in fp32, and added up as sums.py says.
 
-Shapes: pre and dpre [T, I], or [T, 2I] for a gated kind (gate, then value); h and dh [T, I]. relu, whose backward pass
-reads h itself, has no kernel here.
+Shapes: pre and dpre [T, I], or [T, 2I] for a gated kind (gate, then value); h and dh [T, I]. relu, too, is given pre:
+h, which its backward pass reads in activation.py, is not there in 16 bits.
 
 Bytes an element of h: forward 4, where the two steps take 10 (gated 6 of 12); backward 6, where they take 14 (gated 10
 of 22), and 1 more for h, which takes 2 and 4.
@@ -29,26 +29,27 @@ from stretto.ops.activation import (
     differentiate_block,
     load_bias,
 )
-from stretto.ops.language import cdiv, dense_rows, jit, runs_kernels, tl, wide_dtype
+from stretto.ops.language import cdiv, dense_rows, jit, rounded, runs_kernels, tl, wide_dtype
 from stretto.ops.round8 import (
     E4M3,
     E5M2,
     Bound,
     Narrow,
-    magnitude,
-    narrow_row,
+    larger,
     new_narrow,
-    put_row,
-    put_words,
+    put_both,
+    put_turned,
     quantize_ref,
     scale_of,
     see,
 )
 from stretto.ops.sums import launch_sums
 
-# A tile of 4 QUADS x COLS: 256 bytes of each row of bf16, 128 of 8 bits and 64 of each transposed row. Of each fourth
-# of its rows a thread has 8 elements, which leaves registers for the arithmetic, and for programs that hide waiting.
-QUADS, COLS, WARPS = 16, 128, 8
+# Tiles of 4 QUADS x COLS, and warps: the fastest of 25 on an H200. A thread has 32 elements of a tile, or 16 of a gated
+# one in the backward pass, whose registers leave room for fewer programs.
+FORWARD = {"QUADS": 16, "COLS": 128, "num_warps": 8}
+BACKWARD = {"QUADS": 16, "COLS": 64, "num_warps": 4}
+GATED_BACKWARD = {"QUADS": 8, "COLS": 128, "num_warps": 8}
 
 
 def activate8_ref(pre: Tensor, activation: Activation, bound: Bound) -> Narrow:
@@ -61,22 +62,23 @@ def activate8_backward_ref(
 ) -> tuple[Narrow, tuple[Tensor, ...], Tensor]:
     """Returns dpre; the transposed h and its scale, if `h_bound` says how h is rounded; and the column sums."""
     kind, bias, p, key = activation
-    dpre, h, dbias = activate_backward_ref(dh, pre, bias, kind, p, key, h_bound is not None, want_dbias)
+    h = activate_ref(pre, bias, kind, p, key) if kind == "relu" else pre
+    dpre, again, dbias = activate_backward_ref(dh, h, bias, kind, p, key, kind != "relu", want_dbias)
+    h = h if kind == "relu" else again
     h8 = () if h_bound is None else quantize_ref(h, E4M3, "tensor", h_bound, False)[2:]
     return quantize_ref(dpre, E5M2, "tensor", bound, False), tuple(h8), dbias
 
 
 @jit
-def _round_h(
-    x_ptr, bias, value_bias, key_ptr, row, col, rows, cols, x_stride, scale, data_ptr, most,
+def _activate_row(
+    x_ptr, bias, value_bias, key_ptr, row, col, rows, cols, x_stride,
     KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of rows of h; returns its bytes, and the larger of `most` and its magnitudes."""
-    row_at, inside = row.to(tl.int64), (row < rows) & (col < cols)
-    x_at = x_ptr + row_at * x_stride + col
+    """Returns a tile of rows of h."""
+    inside = (row < rows) & (col < cols)
+    x_at = x_ptr + row.to(tl.int64) * x_stride + col
     h = activate_block(x_at, bias, value_bias, key_ptr, row, col, cols, inside, KIND, GATED, P)
-    h = tl.where(inside, h, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
-    return put_row(h, scale, data_ptr, row_at * cols + col, inside, 448), tl.maximum(most, magnitude(h))
+    return rounded(tl.where(inside, h, 0.0), x_ptr.dtype.element_ty)
 
 
 @jit
@@ -89,54 +91,41 @@ def _activate8_kernel(
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     bias = load_bias(bias_ptr, col, cols, HAS_BIAS)
     value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS) if GATED else bias
-    scale, none = scale_of(tl.load(most_ptr), 448), tl.zeros([QUADS, COLS], tl.int32)
+    scale = scale_of(tl.load(most_ptr), 448)
+    a = _activate_row(x_ptr, bias, value_bias, key_ptr, 4 * quad, col, rows, cols, x_stride, KIND, GATED, P)
+    b = _activate_row(x_ptr, bias, value_bias, key_ptr, 4 * quad + 1, col, rows, cols, x_stride, KIND, GATED, P)
+    c = _activate_row(x_ptr, bias, value_bias, key_ptr, 4 * quad + 2, col, rows, cols, x_stride, KIND, GATED, P)
+    d = _activate_row(x_ptr, bias, value_bias, key_ptr, 4 * quad + 3, col, rows, cols, x_stride, KIND, GATED, P)
+    quad_at, col_at = quad.to(tl.int64), col.to(tl.int64)
+    most = put_both(
+        a, b, c, d, scale, data_ptr, data_t_ptr, quad_at, col_at, rows, cols, col < cols, filled_rows, 448
+    )  # fmt: skip
     tl.store(scale_ptr, scale)  # by all programs, the same
-    a, most = _round_h(
-        x_ptr, bias, value_bias, key_ptr, 4 * quad, col, rows, cols, x_stride, scale, data_ptr, none, KIND, GATED, P
-    )
-    b, most = _round_h(
-        x_ptr, bias, value_bias, key_ptr, 4 * quad + 1, col, rows, cols, x_stride, scale, data_ptr, most, KIND, GATED, P
-    )
-    c, most = _round_h(
-        x_ptr, bias, value_bias, key_ptr, 4 * quad + 2, col, rows, cols, x_stride, scale, data_ptr, most, KIND, GATED, P
-    )
-    d, most = _round_h(
-        x_ptr, bias, value_bias, key_ptr, 4 * quad + 3, col, rows, cols, x_stride, scale, data_ptr, most, KIND, GATED, P
-    )
-    put_words(a, b, c, d, data_t_ptr, quad.to(tl.int64), col.to(tl.int64), col < cols, filled_rows)
     see(most, seen_ptr)
 
 
 @jit
-def _round_dx(
-    dh_ptr, x_ptr, bias, value_bias, key_ptr, row, col, rows, cols, dh_stride, x_stride,
-    scale, h_scale, data_ptr, most, sums, value_sums,
+def _differentiate_row(
+    dh_ptr, x_ptr, bias, value_bias, key_ptr, row, col, rows, cols, dh_stride, x_stride, sums, value_sums,
     KIND: tl.constexpr, GATED: tl.constexpr, P: tl.constexpr, WANT_H: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of rows of dx; returns its bytes; those of the gate's value and of h, which are the same where
-    there is none; and `most` and the sums with this tile in them."""
-    row_at, inside = row.to(tl.int64), (row < rows) & (col < cols)
+    """Returns a tile of rows of dx; of the gradient of the gate's value and of h, which are the same where there is
+    none; and the sums with these in them. Outside of the matrix dh is 0, and so are both gradients."""
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    inside, row_at = (row < rows) & (col < cols), row.to(tl.int64)
     dx, dvalue, h = differentiate_block(
         dh_ptr + row_at * dh_stride + col, x_ptr + row_at * x_stride + col, bias, value_bias, key_ptr,
-        row, col, cols, inside, KIND, GATED, P,
+        row, col, cols, inside, KIND, GATED, P, False,
     )  # fmt: skip
-    dx = tl.where(inside, dx, 0.0)
     sums += dx
-    dx = dx.to(x_ptr.dtype.element_ty).to(tl.float32)
-    most = tl.maximum(most, magnitude(dx))
-    data_ptr += row_at * (2 * cols if GATED else cols) + col
-    found = put_row(dx, scale, data_ptr, 0, inside, 57344)
-    value, again = found, found
+    dx = rounded(dx, TYPE)
     if GATED:
-        dvalue = tl.where(inside, dvalue, 0.0)
         value_sums += dvalue
-        dvalue = dvalue.to(x_ptr.dtype.element_ty).to(tl.float32)
-        most = tl.maximum(most, magnitude(dvalue))
-        value = put_row(dvalue, scale, data_ptr, cols, inside, 57344)
-    if WANT_H:
-        h = tl.where(inside, h, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
-        again = narrow_row(h, h_scale, 448)
-    return found, value, again, most, sums, value_sums
+        dvalue = rounded(dvalue, TYPE)
+    else:
+        dvalue = dx
+    h = rounded(tl.where(inside, h, 0.0), TYPE) if WANT_H else dx
+    return dx, dvalue, h, sums, value_sums
 
 
 @jit
@@ -153,40 +142,43 @@ def _activate8_backward_kernel(
     width = 2 * cols if GATED else cols
     bias = load_bias(bias_ptr, col, cols, HAS_BIAS)
     value_bias = load_bias(bias_ptr + cols, col, cols, HAS_BIAS) if GATED else bias
-    scale = scale_of(tl.load(most_ptr), 57344)
-    h_scale = scale
-    tl.store(scale_ptr, scale)
+    scale, zeros = scale_of(tl.load(most_ptr), 57344), tl.zeros([QUADS, COLS], tl.float32)
+    a, value_a, h_a, sums, value_sums = _differentiate_row(
+        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad, col, rows, cols, dh_stride, x_stride, zeros, zeros,
+        KIND, GATED, P, WANT_H,
+    )  # fmt: skip
+    b, value_b, h_b, sums, value_sums = _differentiate_row(
+        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 1, col, rows, cols, dh_stride, x_stride, sums, value_sums,
+        KIND, GATED, P, WANT_H,
+    )  # fmt: skip
+    c, value_c, h_c, sums, value_sums = _differentiate_row(
+        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 2, col, rows, cols, dh_stride, x_stride, sums, value_sums,
+        KIND, GATED, P, WANT_H,
+    )  # fmt: skip
+    d, value_d, h_d, sums, value_sums = _differentiate_row(
+        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 3, col, rows, cols, dh_stride, x_stride, sums, value_sums,
+        KIND, GATED, P, WANT_H,
+    )  # fmt: skip
+    quad_at, col_at, exists = quad.to(tl.int64), col.to(tl.int64), col < cols
+    most = put_both(
+        a, b, c, d, scale, data_ptr, data_t_ptr, quad_at, col_at, rows, width, exists, filled_rows, 57344
+    )  # fmt: skip
+    if GATED:
+        values = put_both(
+            value_a, value_b, value_c, value_d, scale, data_ptr, data_t_ptr, quad_at, col_at + cols, rows, width,
+            exists, filled_rows, 57344,
+        )  # fmt: skip
+        most = larger(most, values)
     if WANT_H:
         h_scale = scale_of(tl.load(h_most_ptr), 448)
+        put_turned(h_a, h_b, h_c, h_d, h_scale, h_t_ptr, quad_at, col_at, exists, filled_rows, 448)
         tl.store(h_scale_ptr, h_scale)
-    none, zeros = tl.zeros([QUADS, COLS], tl.int32), tl.zeros([QUADS, COLS], tl.float32)
-    a, value_a, h_a, most, sums, value_sums = _round_dx(
-        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad, col, rows, cols, dh_stride, x_stride,
-        scale, h_scale, data_ptr, none, zeros, zeros, KIND, GATED, P, WANT_H,
-    )  # fmt: skip
-    b, value_b, h_b, most, sums, value_sums = _round_dx(
-        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 1, col, rows, cols, dh_stride, x_stride,
-        scale, h_scale, data_ptr, most, sums, value_sums, KIND, GATED, P, WANT_H,
-    )  # fmt: skip
-    c, value_c, h_c, most, sums, value_sums = _round_dx(
-        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 2, col, rows, cols, dh_stride, x_stride,
-        scale, h_scale, data_ptr, most, sums, value_sums, KIND, GATED, P, WANT_H,
-    )  # fmt: skip
-    d, value_d, h_d, most, sums, value_sums = _round_dx(
-        dh_ptr, x_ptr, bias, value_bias, key_ptr, 4 * quad + 3, col, rows, cols, dh_stride, x_stride,
-        scale, h_scale, data_ptr, most, sums, value_sums, KIND, GATED, P, WANT_H,
-    )  # fmt: skip
-    quad_at, col_at = quad.to(tl.int64), col.to(tl.int64)
-    put_words(a, b, c, d, data_t_ptr, quad_at, col_at, col < cols, filled_rows)
-    if GATED:
-        put_words(value_a, value_b, value_c, value_d, data_t_ptr, quad_at, col_at + cols, col < cols, filled_rows)
-    if WANT_H:
-        put_words(h_a, h_b, h_c, h_d, h_t_ptr, quad_at, col_at, col < cols, filled_rows)
     if sums_ptr is not None:
         sums_at = sums_ptr + tl.program_id(0).to(tl.int64) * width + col
-        tl.store(sums_at, tl.sum(sums, 0, keep_dims=True), mask=col < cols)
+        tl.store(sums_at, tl.sum(sums, 0, keep_dims=True), mask=exists)
         if GATED:
-            tl.store(sums_at + cols, tl.sum(value_sums, 0, keep_dims=True), mask=col < cols)
+            tl.store(sums_at + cols, tl.sum(value_sums, 0, keep_dims=True), mask=exists)
+    tl.store(scale_ptr, scale)  # by all programs, the same
     see(most, seen_ptr)
 
 
@@ -194,11 +186,11 @@ def launch_activate8(pre: Tensor, activation: Activation, bound: Bound) -> Narro
     pre, (kind, bias, p, key) = dense_rows(pre), activation
     rows, cols = pre.shape[0], pre.shape[1] // 2 if kind in GATES else pre.shape[1]
     out = new_narrow(pre, (rows, cols), E4M3, "tensor")
-    _activate8_kernel[(cdiv(rows, 4 * QUADS), cdiv(cols, COLS))](
+    _activate8_kernel[(cdiv(rows, 4 * FORWARD["QUADS"]), cdiv(cols, FORWARD["COLS"]))](
         pre, pre if bias is None else bias, pre if key is None else key, bound.most, bound.seen,
         out.data, out.scale, out.data_t.view(torch.int32), rows, cols, out.data_t.shape[1], pre.stride(0),
         KIND=GATES.get(kind, kind), GATED=kind in GATES, P=0.0 if key is None else p, HAS_BIAS=bias is not None,
-        QUADS=QUADS, COLS=COLS, num_warps=WARPS,
+        **FORWARD,
     )  # fmt: skip
     return out
 
@@ -213,15 +205,17 @@ def launch_activate8_backward(
     h8: tuple[Tensor, ...] = ()
     if h_bound is not None:
         h8 = pre.new_empty(cols, filled_rows, dtype=E4M3), pre.new_empty(1, 1, dtype=torch.float32)
-    partial = pre.new_empty(cdiv(rows, 4 * QUADS), 1, width, dtype=torch.float32) if want_dbias else None
+    tile = GATED_BACKWARD if kind in GATES else BACKWARD
+    grid = cdiv(rows, 4 * tile["QUADS"]), cdiv(cols, tile["COLS"])
+    partial = pre.new_empty(grid[0], 1, width, dtype=torch.float32) if want_dbias else None
     dbias = pre.new_empty(width if want_dbias else 0, dtype=wide if bias is None else bias.dtype)
-    _activate8_backward_kernel[(cdiv(rows, 4 * QUADS), cdiv(cols, COLS))](
+    _activate8_backward_kernel[grid](
         dh, pre, pre if bias is None else bias, pre if key is None else key,
         bound.most, bound.seen, out.data, out.scale, out.data_t.view(torch.int32),
         None if h_bound is None else h_bound.most, *((h8[0].view(torch.int32), h8[1]) if h8 else (None, None)), partial,
         rows, cols, filled_rows, dh.stride(0), pre.stride(0),
         KIND=GATES.get(kind, kind), GATED=kind in GATES, P=0.0 if key is None else p, HAS_BIAS=bias is not None,
-        WANT_H=h_bound is not None, QUADS=QUADS, COLS=COLS, num_warps=WARPS,
+        WANT_H=h_bound is not None, **tile,
     )  # fmt: skip
     if partial is not None:
         launch_sums(partial, [dbias])
@@ -229,7 +223,7 @@ def launch_activate8_backward(
 
 
 def activate8(pre: Tensor, activation: Activation, bound: Bound) -> Narrow:
-    """act(pre) in E4M3, for a bound that is known and an activation other than relu."""
+    """act(pre) in E4M3, for a bound that is known."""
     return (launch_activate8 if runs_kernels(pre) else activate8_ref)(pre, activation, bound)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.cross_entropy import gradient_of, launch_rows, rows_ref
-from stretto.ops.language import cdiv, dense_rows, jit, runs_kernels, tl
+from stretto.ops.language import cdiv, dense_rows, jit, rounded, runs_kernels, tl
 from stretto.ops.round8 import (
     COLS,
     E5M2,
@@ -25,10 +25,8 @@ from stretto.ops.round8 import (
     WARPS,
     Bound,
     Narrow,
-    magnitude,
     new_narrow,
-    put_row,
-    put_words,
+    put_both,
     quantize_ref,
     scale_of,
     see,
@@ -42,11 +40,8 @@ def rows8_ref(logits: Tensor, labels: Tensor, smoothing: float, ignore: int, bou
 
 
 @jit
-def _round_gradient(
-    z_ptr, label_ptr, shape_ptr, row, col, rows, cols, z_stride, smoothing, ignore, scale, data_ptr, most,
-    SMOOTH: tl.constexpr,
-):  # fmt: skip
-    """Writes a tile of rows of the gradient; returns its bytes, and the larger of `most` and its magnitudes."""
+def _gradient_row(z_ptr, label_ptr, shape_ptr, row, col, rows, cols, z_stride, smoothing, ignore, SMOOTH: tl.constexpr):
+    """Returns a tile of rows of the gradient."""
     inside = (row < rows) & (col < cols)
     label = tl.load(label_ptr + row, mask=row < rows, other=ignore)
     counts = label != ignore  # a row that does not has no maximum and no sum
@@ -54,8 +49,7 @@ def _round_gradient(
     log_total = tl.load(shape_ptr + 2 * row + 1, mask=(row < rows) & counts, other=0.0)
     z = tl.load(z_ptr + row * z_stride + col, mask=inside, other=0.0)
     dz = gradient_of(z.to(tl.float32), col, cols, label, top, log_total, smoothing, SMOOTH)
-    dz = tl.where(inside & counts, dz, 0.0).to(z.dtype).to(tl.float32)
-    return put_row(dz, scale, data_ptr, row * cols + col, inside, 57344), tl.maximum(most, magnitude(dz))
+    return rounded(tl.where(inside & counts, dz, 0.0), z.dtype)
 
 
 @jit
@@ -65,25 +59,15 @@ def _dlogits8_kernel(
 ):  # fmt: skip
     quad = (tl.program_id(0) * QUADS + tl.arange(0, QUADS)).to(tl.int64)[:, None]
     col = (tl.program_id(1) * COLS + tl.arange(0, COLS))[None, :]
-    scale, none = scale_of(tl.load(most_ptr), 57344), tl.zeros([QUADS, COLS], tl.int32)
+    row, scale = 4 * quad, scale_of(tl.load(most_ptr), 57344)
+    a = _gradient_row(z_ptr, label_ptr, shape_ptr, row, col, rows, cols, z_stride, smoothing, ignore, SMOOTH)
+    b = _gradient_row(z_ptr, label_ptr, shape_ptr, row + 1, col, rows, cols, z_stride, smoothing, ignore, SMOOTH)
+    c = _gradient_row(z_ptr, label_ptr, shape_ptr, row + 2, col, rows, cols, z_stride, smoothing, ignore, SMOOTH)
+    d = _gradient_row(z_ptr, label_ptr, shape_ptr, row + 3, col, rows, cols, z_stride, smoothing, ignore, SMOOTH)
+    most = put_both(
+        a, b, c, d, scale, data_ptr, data_t_ptr, quad, col.to(tl.int64), rows, cols, col < cols, filled_rows, 57344
+    )
     tl.store(scale_ptr, scale)  # by all programs, the same
-    a, most = _round_gradient(
-        z_ptr, label_ptr, shape_ptr, 4 * quad, col, rows, cols, z_stride, smoothing, ignore, scale, data_ptr, none,
-        SMOOTH,
-    )  # fmt: skip
-    b, most = _round_gradient(
-        z_ptr, label_ptr, shape_ptr, 4 * quad + 1, col, rows, cols, z_stride, smoothing, ignore, scale, data_ptr, most,
-        SMOOTH,
-    )  # fmt: skip
-    c, most = _round_gradient(
-        z_ptr, label_ptr, shape_ptr, 4 * quad + 2, col, rows, cols, z_stride, smoothing, ignore, scale, data_ptr, most,
-        SMOOTH,
-    )  # fmt: skip
-    d, most = _round_gradient(
-        z_ptr, label_ptr, shape_ptr, 4 * quad + 3, col, rows, cols, z_stride, smoothing, ignore, scale, data_ptr, most,
-        SMOOTH,
-    )  # fmt: skip
-    put_words(a, b, c, d, data_t_ptr, quad, col.to(tl.int64), col < cols, filled_rows)
     see(most, seen_ptr)
 
 

@@ -146,7 +146,7 @@ class Eight(Product):
         self, dh: Tensor, kept: Tensor, activation: Activation, after: Product | None, want_dbias: bool
     ) -> tuple[Kept, Kept, Tensor]:
         next_too = after is None or (isinstance(after, Eight) and after._writes("x", dh))
-        if activation.kind == "relu" or not self._writes("dout", dh) or not next_too:
+        if not self._writes("dout", dh) or not next_too:
             return super().take_activated(dh, kept, activation, after, want_dbias)
         bound = after.bounds["x"] if isinstance(after, Eight) else None
         dpre8, h8, dbias = activate8_backward(dh, kept, activation, self.bounds["dout"], bound, want_dbias)

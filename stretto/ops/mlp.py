@@ -50,12 +50,17 @@ from stretto.ops.products import (
 KEEPS = ("activation", "product", "input")
 
 
+def place_bias(kind: str, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What the product adds, and what the activation does, which need not round it. In relu a sign decides, and
+    rounding without the bias could turn it."""
+    return (bias, None) if kind == "relu" else (None, bias)
+
+
 def _multiply_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, p: float, key: Tensor | None) -> Tensor:
     """Returns what the backward pass of the activation needs: x @ weight^T, or for relu h."""
-    weight = weight.to(x.dtype)
-    if kind == "relu":  # a sign decides here, and rounding without the bias could turn it
-        return run_activate(multiply(x, weight, bias), Activation(kind, None, p, key))
-    return multiply(x, weight)
+    early, late = place_bias(kind, bias)
+    pre = multiply(x, weight.to(x.dtype), early)
+    return run_activate(pre, Activation(kind, late, p, key)) if kind == "relu" else pre
 
 
 def run_mlp(
@@ -180,25 +185,22 @@ def _backward(ctx: Any, dout: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 
 class _MlpBy(torch.autograd.Function):
     """The same by products of their own, which say what is kept of x and h. What they keep of h stays with
-    `activation` alone; relu has h as a whole, for its sign. Several weights are the rows of the first product's."""
+    `activation` alone, and is made again for relu, of which the first product stays here, too. Several weights are the
+    rows of the first product's."""
 
     @staticmethod
     def forward(
         ctx: Any, kind: str, p: float, key: Tensor | None, keep: str, up: Product, down: Product,
         x: Tensor, up_bias: Tensor | None, down_weight: Tensor, down_bias: Tensor | None, *up_weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        relu, (_, _, need_down_weight, _, *need_up) = kind == "relu", ctx.needs_input_grad[6:]
-        pre, kept_x = up.multiply(x, join_rows(up_weights), up_bias if relu else None)
-        if relu:
-            pre = run_activate(pre, Activation(kind, None, p, key))
-            out, kept_h = down.multiply(pre, down_weight, down_bias)
-        else:
-            out, kept_h = down.multiply_activated(pre, Activation(kind, up_bias, p, key), down_weight, down_bias)
+        (early, late), (_, _, need_down_weight, _, *need_up) = place_bias(kind, up_bias), ctx.needs_input_grad[6:]
+        pre, kept_x = up.multiply(x, join_rows(up_weights), early)
+        out, kept_h = down.multiply_activated(pre, Activation(kind, late, p, key), down_weight, down_bias)
         ctx.kind, ctx.p, ctx.keep, ctx.products = kind, p, keep, (up, down)
         ctx.dtypes = [None if t is None else t.dtype for t in (x, up_bias, down_weight, down_bias)]
         ctx.rows, ctx.up_dtypes = [len(weight) for weight in up_weights], [weight.dtype for weight in up_weights]
         kept_x = (x,) if keep == "input" else kept_x if any(need_up) else ()
-        kept_h = kept_h if keep == "activation" and not relu and need_down_weight else ()
+        kept_h = kept_h if keep == "activation" and kind != "relu" and need_down_weight else ()
         ctx.num_x = len(kept_x)
         ctx.save_for_backward(
             up_bias, down_weight, key, *up_weights, *kept_x, *() if keep == "input" else (pre, *kept_h)
@@ -215,12 +217,12 @@ class _MlpBy(torch.autograd.Function):
             tuple(rest[count : count + ctx.num_x]),
             rest[count + ctx.num_x :],
         )
-        relu = kind == "relu"
+        early, late = place_bias(kind, up_bias)
         if ctx.keep == "input":
-            pre, kept_x = up.multiply(kept_x[0], up_weight, up_bias if relu else None)
-            kept = [run_activate(pre, Activation(kind, None, p, key)) if relu else pre]
+            pre, kept_x = up.multiply(kept_x[0], up_weight, early)
+            kept = [pre]
         pre, *kept_h = kept
-        taken, activation = down.take(dout), Activation(kind, up_bias, p, key)
+        taken, activation = down.take(dout), Activation(kind, late, p, key)
         after = down if need_down_weight and not kept_h else None
         taken_pre, again, dup_bias = up.take_activated(
             down.compute_dx(taken, down_weight), pre, activation, after, need_up_bias

@@ -159,7 +159,7 @@ class Product:
     def multiply_activated(
         self, pre: Tensor, activation: Activation, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Kept]:
-        """Returns the same for x = act(pre), without relu. A product of its own need not make x as it is."""
+        """Returns the same for x = act(pre). A product of its own need not make x as it is."""
         return self.multiply(run_activate(pre, activation), weight, bias)
 
     def keep(self, x: Tensor) -> Kept:
@@ -186,11 +186,14 @@ class Product:
         self, dh: Tensor, kept: Tensor, activation: Activation, after: Product | None, want_dbias: bool
     ) -> tuple[Kept, Kept, Tensor]:
         """Returns the same for an output that went through an activation, given the gradient of act(output), which is a
-        temporary; `kept` is the output, or for relu act(output). Also what the product `after` it, if that is given,
-        keeps of act(output); and the gradient of the activation's bias, if it is wanted."""
-        relu = activation.kind == "relu"
-        dpre, h, dbias = run_activate_backward(dh, kept, activation, after is not None and not relu, want_dbias)
-        return self.take(dpre), () if after is None else after.keep(kept if relu else h), dbias
+        temporary, and the output, `kept`. Also what the product `after` it, if that is given, keeps of act(output); and
+        the gradient of the activation's bias, if it is wanted."""
+        if activation.kind == "relu":  # its backward pass reads h
+            kept = h = run_activate(kept, activation)
+            dpre, _, dbias = run_activate_backward(dh, kept, activation, False, want_dbias)
+        else:
+            dpre, h, dbias = run_activate_backward(dh, kept, activation, after is not None, want_dbias)
+        return self.take(dpre), () if after is None else after.keep(h), dbias
 
     def compute_dx(self, taken: Kept, weight: Tensor) -> Tensor:
         return compute_dx(taken[0], weight.to(taken[0].dtype))

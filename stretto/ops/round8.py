@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.ops.language import cdiv, dense_rows, jit, runs_kernels, tl, triton
+from stretto.ops.language import EMULATE, cdiv, dense_rows, jit, runs_kernels, tl
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MARGIN = {E4M3: 4.0, E5M2: 8.0}
@@ -51,9 +51,6 @@ PARTS = {"tensor": 16, "row": 16, "block128": BLOCK}  # what dims of a product h
 # Fours of rows and columns of a tile, and warps, of kernels that write both ways: 128 bytes of each row of both
 # results, and the loads of 64 elements a thread may be on their way at once.
 QUADS, COLS, WARPS = 32, 128, 8
-# Kernels round before they cast: Triton's interpreter (3.6 and 3.7) loses a carry into the exponent when it casts to
-# 8 bits, but casts numbers of the format as they are, other than NaN.
-EMULATE = tl.constexpr(triton.knobs.runtime.interpret) if tl else None
 
 
 class Narrow(NamedTuple):
@@ -130,28 +127,52 @@ def quantize_ref(x: Tensor, dtype: torch.dtype, recipe: str, bound: Bound | None
 
 
 @jit
-def _round_first(y, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
-    """Rounds to nearest, as the cast of a GPU does."""
+def _emulate(y, LARGEST: tl.constexpr):
+    """The bytes of y, as a GPU rounds to nearest. Triton's interpreter (3.6 and 3.7) loses a carry into the exponent
+    when it casts to 8 bits, but casts numbers of the format as they are, other than NaN."""
+    MANTISSA: tl.constexpr = 3 if LARGEST == 448 else 2
+    LOWEST: tl.constexpr = -6 if LARGEST == 448 else -14
+    FORMAT: tl.constexpr = tl.float8e4nv if LARGEST == 448 else tl.float8e5
     LOW: tl.constexpr = 23 - MANTISSA  # bits that are lost
+    y = tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))  # NaN stays
     bits = y.to(tl.int32, bitcast=True)
     bits = (bits + (1 << (LOW - 1)) - 1 + ((bits >> LOW) & 1)) >> LOW << LOW
     steps: tl.constexpr = 1.5 * 2.0 ** (23 + LOWEST - MANTISSA)  # a sum with it is a multiple of the smallest step
-    y = tl.where(tl.abs(y) < 2.0**LOWEST, (y + steps) - steps, tl.where(y == y, bits.to(tl.float32, bitcast=True), y))
-    return y
+    near = tl.where(tl.abs(y) < 2.0**LOWEST, (y + steps) - steps, bits.to(tl.float32, bitcast=True))
+    return tl.where(y == y, near.to(FORMAT).to(tl.uint8, bitcast=True), 0x7F).to(tl.uint8)
 
 
 @jit
-def _narrow(x, scale, LARGEST: tl.constexpr):
-    y = x * tl.div_rn(1.0, scale)
-    y = tl.where(y > LARGEST, LARGEST, y)  # NaN stays; the cast clamps in some versions of Triton only
-    y = tl.where(y < -LARGEST, -LARGEST, y)
-    y = tl.where(tl.abs(x) == float("inf"), float("nan"), y)
-    FORMAT: tl.constexpr = tl.float8e4nv if LARGEST == 448 else tl.float8e5
+def _divide(x, scale):
+    """x / scale; NaN for what is infinite, as infinity times zero is."""
+    inverse = tl.div_rn(1.0, scale)
     if EMULATE:
-        y = _round_first(y, 3, -6) if LARGEST == 448 else _round_first(y, 2, -14)
-        bits = tl.where(y == y, y.to(FORMAT).to(tl.uint8, bitcast=True), 0x7F)
-        return bits.to(tl.uint8).to(FORMAT, bitcast=True)
-    return y.to(FORMAT)
+        return tl.where(tl.abs(x) == float("inf"), float("nan"), x * inverse)
+    return tl.fma(x, inverse, x * 0.0)
+
+
+@jit
+def _narrow(a, b, c, d, LARGEST: tl.constexpr):
+    """Returns the bytes [Q, C] of four tiles, and words [Q, C] of one byte of each. The instruction rounds two numbers,
+    clamps them and keeps NaN; some versions of Triton cast to E5M2 by a dozen others, which do not clamp. Four columns
+    at a time, 4 x 4 bytes are transposed in 8 instructions."""
+    if EMULATE:
+        a, b, c, d = _emulate(a, LARGEST), _emulate(b, LARGEST), _emulate(c, LARGEST), _emulate(d, LARGEST)
+        words = a.to(tl.int32) | b.to(tl.int32) << 8 | c.to(tl.int32) << 16 | d.to(tl.int32) << 24
+        return a, b, c, d, words
+    ROUND: tl.constexpr = "cvt.rn.satfinite.e4m3x2.f32" if LARGEST == 448 else "cvt.rn.satfinite.e5m2x2.f32"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 l, h; .reg .b32 a, b, c, d, s, t, u, v; "
+        + ROUND + " l, $9, $8; " + ROUND + " h, $11, $10; mov.b32 a, {l, h}; "
+        + ROUND + " l, $13, $12; " + ROUND + " h, $15, $14; mov.b32 b, {l, h}; "
+        + ROUND + " l, $17, $16; " + ROUND + " h, $19, $18; mov.b32 c, {l, h}; "
+        + ROUND + " l, $21, $20; " + ROUND + " h, $23, $22; mov.b32 d, {l, h}; "
+        "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; "
+        "prmt.b32 s, a, b, 0x5140; prmt.b32 t, c, d, 0x5140; prmt.b32 u, a, b, 0x7362; prmt.b32 v, c, d, 0x7362; "
+        "prmt.b32 $4, s, t, 0x5410; prmt.b32 $5, s, t, 0x7632; prmt.b32 $6, u, v, 0x5410; prmt.b32 $7, u, v, 0x7632; }",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [a, b, c, d],
+        dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8, tl.int32), is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @jit
@@ -161,63 +182,58 @@ def scale_of(most, LARGEST: tl.constexpr):
 
 
 @jit
-def put(x, scale, ptr, offset, mask, LARGEST: tl.constexpr):
-    """Writes the 8 bits of x / scale; the format is that which reaches LARGEST."""
-    tl.store(ptr + offset, _narrow(x, scale, LARGEST), mask=mask)
+def _store(at, found, mask):
+    tl.store(at, found.to(at.dtype.element_ty, bitcast=True), mask=mask)
 
 
 @jit
-def put_row(x, scale, data_ptr, offset, mask, LARGEST: tl.constexpr):
-    """Writes a tile, and returns its bytes."""
-    y = _narrow(x, scale, LARGEST)
-    tl.store(data_ptr + offset, y, mask=mask)
-    return y.to(tl.uint8, bitcast=True)
-
-
-@jit
-def narrow_row(x, scale, LARGEST: tl.constexpr):
-    """Returns the bytes of a tile that is written in no other way."""
-    return _narrow(x, scale, LARGEST).to(tl.uint8, bitcast=True)
-
-
-@jit
-def put_words(a, b, c, d, data_t_ptr, quad, col, exists, filled_rows):
-    """Writes the transposed tile, to an int32 view of the matrix, given the bytes [Q, C] of the rows 4 quad, 4 quad +
-    1, + 2 and + 3; quad [Q, 1] and col [1, C] are int64, and `exists` masks columns. Four rows of a column lie side by
-    side in the transposed matrix: as a word they cross from thread to thread at the price of a byte. `filled_rows` is a
-    multiple of 16."""
-    if EMULATE:
-        words = a.to(tl.int32) | b.to(tl.int32) << 8 | c.to(tl.int32) << 16 | d.to(tl.int32) << 24
-    else:  # four columns at a time: 4 x 4 bytes are transposed in 8 instructions
-        words = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 s, t, u, v;
-            prmt.b32 s, $4, $5, 0x5140;
-            prmt.b32 t, $6, $7, 0x5140;
-            prmt.b32 u, $4, $5, 0x7362;
-            prmt.b32 v, $6, $7, 0x7362;
-            prmt.b32 $0, s, t, 0x5410;
-            prmt.b32 $1, s, t, 0x7632;
-            prmt.b32 $2, u, v, 0x5410;
-            prmt.b32 $3, u, v, 0x7632;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=4,
-        )  # fmt: skip
+def _put_words(words, data_t_ptr, quad, col, exists, filled_rows):
+    """Four rows of a column lie side by side in the transposed matrix, of which this is an int32 view: as a word they
+    cross from thread to thread at the price of a byte. `filled_rows` is a multiple of 16."""
     quads = filled_rows // 16 * 4  # tells the compiler that it is a multiple of 4: words are stored by fours
     tl.store(data_t_ptr + col * quads + quad, words, mask=(quad < quads) & exists)
 
 
 @jit
-def magnitude(x):
-    """The bits of |x| as integers, whose order is that of the magnitudes, with NaN above all."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def put_turned(a, b, c, d, scale, data_t_ptr, quad, col, exists, filled_rows, LARGEST: tl.constexpr):
+    """Rounds a tile as put_both does, and writes it transposed only."""
+    _, _, _, _, words = _narrow(
+        _divide(a, scale), _divide(b, scale), _divide(c, scale), _divide(d, scale), LARGEST
+    )  # fmt: skip
+    _put_words(words, data_t_ptr, quad, col, exists, filled_rows)
+
+
+@jit
+def put_both(
+    a, b, c, d, scale, data_ptr, data_t_ptr, quad, col, rows, stride, exists, filled_rows, LARGEST: tl.constexpr
+):
+    """Rounds a tile and writes it both ways, given its rows 4 quad, 4 quad + 1, + 2 and + 3 as [Q, C], in fp32; quad
+    [Q, 1] and col [1, C] are int64, `exists` masks columns, and rows are `stride` apart. Returns magnitudes [Q, C], the
+    largest of which is that of the tile, or NaN. What a tile reads is read before this is called: the compiler cannot
+    know that it is not overwritten here, and would wait for each row."""
+    at = data_ptr + 4 * quad * stride + col
+    a8, b8, c8, d8, words = _narrow(
+        _divide(a, scale), _divide(b, scale), _divide(c, scale), _divide(d, scale), LARGEST
+    )  # fmt: skip
+    _store(at, a8, (4 * quad < rows) & exists)
+    _store(at + stride, b8, (4 * quad + 1 < rows) & exists)
+    _store(at + 2 * stride, c8, (4 * quad + 2 < rows) & exists)
+    _store(at + 3 * stride, d8, (4 * quad + 3 < rows) & exists)
+    _put_words(words, data_t_ptr, quad, col, exists, filled_rows)
+    return larger(larger(tl.abs(a), b), larger(tl.abs(c), d))
+
+
+@jit
+def larger(a, b):
+    """The larger of a and |b|; NaN if one of them is."""
+    return tl.maximum(a, tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
 def see(magnitudes, seen_ptr):
-    """Makes `seen` the largest of a tile's magnitudes, if it is less; infinite if there is a NaN."""
-    most = tl.minimum(tl.max(magnitudes), 0x7F800000)
-    tl.atomic_max(seen_ptr, most.to(tl.float32, bitcast=True), sem="relaxed")
+    """Makes `seen` the largest magnitude of a tile, if it is less; infinite if there is a NaN."""
+    bits = magnitudes.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of magnitudes, with NaN above all
+    tl.atomic_max(seen_ptr, tl.minimum(tl.max(bits), 0x7F800000).to(tl.float32, bitcast=True), sem="relaxed")
 
 
 @jit
@@ -226,11 +242,8 @@ def _most_of(x, AXIS: tl.constexpr):
 
 
 @jit
-def round_row(x_ptr, row, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST: tl.constexpr):
-    """Rounds a tile of rows of x; returns its bytes, and the larger of `most` and its magnitudes."""
-    inside = (row < rows) & (col < cols)
-    x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
-    return put_row(x, scale, data_ptr, row * cols + col, inside, LARGEST), tl.maximum(most, magnitude(x))
+def _load_row(x_ptr, row, col, rows, cols, x_stride):
+    return tl.load(x_ptr + row * x_stride + col, mask=(row < rows) & (col < cols), other=0.0).to(tl.float32)
 
 
 @jit
@@ -238,16 +251,16 @@ def round_tile(
     x_ptr, tile_row, tile_col, rows, cols, filled_rows, x_stride, scale, data_ptr, data_t_ptr,
     LARGEST: tl.constexpr, QUADS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Rounds a tile of 4 QUADS x COLS both ways, and returns magnitudes, the largest of which is that of the tile."""
+    """Rounds a tile of 4 QUADS x COLS both ways, and returns magnitudes as put_both does."""
     quad = (tile_row * QUADS + tl.arange(0, QUADS)).to(tl.int64)[:, None]
     col = (tile_col * COLS + tl.arange(0, COLS)).to(tl.int64)[None, :]
-    none = tl.zeros([QUADS, COLS], tl.int32)
-    a, most = round_row(x_ptr, 4 * quad, col, rows, cols, x_stride, scale, data_ptr, none, LARGEST)
-    b, most = round_row(x_ptr, 4 * quad + 1, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
-    c, most = round_row(x_ptr, 4 * quad + 2, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
-    d, most = round_row(x_ptr, 4 * quad + 3, col, rows, cols, x_stride, scale, data_ptr, most, LARGEST)
-    put_words(a, b, c, d, data_t_ptr, quad, col, col < cols, filled_rows)
-    return most
+    a = _load_row(x_ptr, 4 * quad, col, rows, cols, x_stride)
+    b = _load_row(x_ptr, 4 * quad + 1, col, rows, cols, x_stride)
+    c = _load_row(x_ptr, 4 * quad + 2, col, rows, cols, x_stride)
+    d = _load_row(x_ptr, 4 * quad + 3, col, rows, cols, x_stride)
+    return put_both(
+        a, b, c, d, scale, data_ptr, data_t_ptr, quad, col, rows, cols, col < cols, filled_rows, LARGEST
+    )  # fmt: skip
 
 
 @jit
@@ -257,11 +270,11 @@ def _round_kernel(
 ):  # fmt: skip
     """Recipe `tensor`: a program has one tile. `seen` is None where the maximum was taken before."""
     scale = scale_of(tl.load(most_ptr), LARGEST)
-    tl.store(scale_ptr, scale)  # by all programs, the same
     most = round_tile(
         x_ptr, tl.program_id(0), tl.program_id(1), rows, cols, filled_rows, x_stride, scale, data_ptr, data_t_ptr,
         LARGEST, QUADS, COLS,
     )  # fmt: skip
+    tl.store(scale_ptr, scale)  # by all programs, the same
     if seen_ptr is not None:
         see(most, seen_ptr)
 
@@ -294,8 +307,18 @@ def _quantize_kernel(
         scale_t = scale_of(_most_of(x, 0), LARGEST)[None, :]
         tl.store(scale_ptr + tile_col.to(tl.int64) * rows + row, scale, mask=row < rows)
         tl.store(scale_t_ptr + tile_row.to(tl.int64) * cols + col, scale_t, mask=col < cols)
-    put(x, scale, data_ptr, row * cols + col, inside, LARGEST)
-    put(x, scale_t, data_t_ptr, col * filled_rows + row, filled, LARGEST)
+    _put(x, scale, data_ptr, row * cols + col, inside, LARGEST)
+    _put(x, scale_t, data_t_ptr, col * filled_rows + row, filled, LARGEST)
+
+
+@jit
+def _put(x, scale, ptr, offset, mask, LARGEST: tl.constexpr):
+    y = _divide(x, scale)
+    if EMULATE:
+        _store(ptr + offset, _emulate(y, LARGEST), mask)
+    else:
+        y = tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))  # NaN stays
+        tl.store(ptr + offset, y.to(ptr.dtype.element_ty), mask=mask)
 
 
 def new_narrow(x: Tensor, shape: tuple[int, int], dtype: torch.dtype, recipe: str, weight: bool = False) -> Narrow:

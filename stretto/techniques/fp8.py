@@ -47,7 +47,7 @@ from stretto.ops.weights8 import Weights
 from stretto.techniques.foreign import Foreign, Layer
 from stretto.techniques.technique import Context, Sites, Technique
 
-LOOK = 50  # updates between two looks
+LOOK = 100  # updates between two looks
 GROUPS = 8  # of layers; one of them is watched in a look
 LEAST = 0.98  # cosine of a gradient; rounding to 3 and 2 bits alone gives 0.998
 MEASURED = ("dx", "dweight", "most x", "most dout", "underflow x", "underflow dout", "saturated x", "saturated dout")
