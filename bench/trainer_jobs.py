@@ -6,8 +6,9 @@
 
 Models are initialised at random from their configurations and kept in fp32, with bf16=True; of the one with LoRA (by
 peft, on all linear layers), what is frozen is in bf16. Samples are random, their lengths log-normal; transformers' own
-collators pad each batch to its longest row; four workers load. Each Trainer runs in a process of its own. "all" is the speed from the second step to the last one, "end" that of the last third, when
-kernels are compiled and graphs are recorded. Tokens are real ones; of pairs, those of both sides.
+collators pad each batch to its longest row; four workers load. Each Trainer runs in a process of its own. "all" is the
+speed from the second step to the last one, "end" that of the last third, when kernels are compiled and graphs are
+recorded. Tokens are real ones; of pairs, those of both sides.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
+from transformers.utils import import_utils
 
 from stretto.batch import IGNORE, pack, shape_of
 from stretto.buckets import round_to_bucket, round_to_power
@@ -284,7 +285,7 @@ class Update:
     @contextmanager
     def _watched(self, names: Hashable, tries: int) -> Iterator[None]:
         """Around first passes, which are launched until one has not waited for the device; if all have, all are."""
-        with noting_waits() as places:
+        with noting_waits() as places, as_if_recorded():
             yield
         self.tries[names] = tries - 1 if places else 0
         if places and tries == 1:
@@ -319,6 +320,18 @@ class Update:
         self.optimizer.step()
         self.gradients.zero(self.optimizer)
         return norm
+
+
+@contextmanager
+def as_if_recorded() -> Iterator[None]:
+    """transformers asks the device some questions, such as whether a mask keeps everything, unless a graph is being
+    recorded. A pass that is watched has to go the way of a recording."""
+    before = import_utils.is_cuda_stream_capturing
+    import_utils.is_cuda_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        import_utils.is_cuda_stream_capturing = before
 
 
 @contextmanager

@@ -4,6 +4,7 @@ On a CPU everything but the recording itself is tried."""
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import stretto.hf.trainer
@@ -302,6 +304,46 @@ def test_each_kind_of_batch_is_watched_before_it_is_recorded(
     assert caplog.text.count("CUDA graphs: off: the host waits for the device at model.py:7") == 1
 
 
+class Reads(TorchDispatchMode):
+    """Notes the lines of transformers in which the host reads a tensor, which on a GPU is to wait for the device."""
+
+    READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.READS:
+            frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+            theirs = [f for f in frames[-1:] if "/transformers/" in f.filename]
+            self.places |= {f"{f.filename}:{f.lineno}" for f in theirs if "layerdrop" not in str(f.line)}  # on the host
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths", [None, (9, 3, 6)], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "marian", "vit"])
+def test_a_first_pass_reads_no_more_than_a_recording(
+    family: str, lengths: tuple[int, ...] | None, runs: list[Any]
+) -> None:
+    """transformers looks whether a mask keeps everything, and rows have one document, but not while it is recorded."""
+    if family == "vit" and lengths:
+        pytest.skip("images have no padding")
+    model = accelerated(family).train()
+    step = Step(model, stretto.optim.FlatAdamW(model.parameters()))
+    batch = step.update.plan(draw_batch(family, lengths))
+    assert isinstance(batch, Planned)
+    with Reads() as reads, stretto.hf.update.as_if_recorded():
+        step.update.learn(batch)
+    assert not reads.places
+
+
+def test_what_the_host_reads_would_be_found() -> None:
+    with Reads() as reads:
+        build("gpt2").train()(**draw_batch("gpt2", None), use_cache=False)
+    assert [place for place in reads.places if "masking_utils" in place]
+
+
 def test_hooks_of_a_user_are_called_in_every_step(
     runs: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -492,6 +534,21 @@ def test_graphs_give_the_same_bits(
     assert len(replays) > 5
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert all(torch.equal(p, q) for p, q in zip(found[0][2], found[1][2], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
+def test_batches_without_padding_are_recorded(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replays, replay = list[Any](), torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
+    model = accelerated(family).cuda().train()
+    step = Step(model, stretto.optim.FlatAdamW(model.parameters()))
+    with caplog.at_level(logging.INFO, "stretto"):
+        for seed in range(8):
+            step(draw_batch(family, None, seed=seed))
+    assert len(replays) > 3 and "CUDA graphs: off" not in caplog.text
 
 
 @pytest.mark.gpu
