@@ -75,11 +75,10 @@ def _t5(tiny: bool) -> Any:
 def _llama_lora(tiny: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    options: dict[str, Any] = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
-                               "intermediate_size": 8192}  # fmt: skip
+    full = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
     heads, vocab = (2, TINY.vocab) if tiny else (8, 128256)
-    config = hf.LlamaConfig(**TINY_TEXT if tiny else options, num_key_value_heads=heads, vocab_size=vocab,
-                            tie_word_embeddings=True, rope_theta=500000.0)  # fmt: skip
+    options = TINY_TEXT if tiny else full
+    config = hf.LlamaConfig(**options, num_key_value_heads=heads, vocab_size=vocab, tie_word_embeddings=True)
     model = hf.LlamaForCausalLM(config).bfloat16()
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules="all-linear"))
 
