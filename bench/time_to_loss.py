@@ -41,6 +41,7 @@ from stretto import files
 from stretto.bench.contest import say
 from stretto.config import (
     Config,
+    Fp8Config,
     LayerDropConfig,
     ModelConfig,
     StandardizeConfig,
@@ -69,6 +70,7 @@ VARIANTS = (
     "smaller",  # plain, with fewer layers: as costly as layer_drop
     "standardize",  # a loss in the place of norms
     "rmsnorm",  # plain, with another norm
+    "fp8",  # products of 8 bits, where they pay
 )
 NUM_LOGS, NUM_EVALS = 150, 20  # in a run
 SHARDS = 100  # text files that `prepare` writes
@@ -236,14 +238,16 @@ def plan(recipe: str, config: Config, variants: Sequence[str], num_seeds: int, o
 
 
 def vary(config: Config, variant: str, data: Data) -> Config:
-    """The recipe as this variant trains it; how much is dropped, and how norms are replaced, it may say itself."""
+    """The recipe as this variant trains it; how much is dropped, how norms are replaced, and
+    which products have 8 bits, it may say itself."""
     drop, standard = config.techniques.layer_drop or LayerDropConfig(), config.techniques.standardize
-    exact = replace(config.techniques, layer_drop=None, standardize=None)
+    exact = replace(config.techniques, layer_drop=None, standardize=None, fp8=None)
     changes: dict[str, TechniquesConfig] = {
         "layer_drop": replace(exact, layer_drop=replace(drop, schedule="decay", gate="batch")),
         "layer_drop_sample": replace(exact, layer_drop=replace(drop, schedule="decay", gate="sample")),
         "raptr": replace(exact, layer_drop=replace(drop, schedule="raptr", gate="batch")),
         "standardize": replace(exact, standardize=standard or StandardizeConfig(warmup=config.optim.warmup)),
+        "fp8": replace(exact, fp8=config.techniques.fp8 or Fp8Config()),
     }
     model = config.model
     if variant == "smaller":

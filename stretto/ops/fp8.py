@@ -20,10 +20,9 @@ is the rounding of what is there in any case: a norm's output, attention's, a gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.ops.activation import Activation
@@ -33,6 +32,7 @@ from stretto.ops.heads8 import merge_heads8
 from stretto.ops.products import Kept, Product, compute_dweight, compute_dx, multiply_scaled
 from stretto.ops.round8 import E4M3, E5M2, PARTS, Bound, Narrow, most_of, new_narrow, quantize
 
+WIDENED = 2**24  # numbers of a watched factor that are fp32 at a time
 FACTORS = {"x": E4M3, "dout": E5M2, "weight": E4M3}  # of the recipe `tensor`, which has bounds
 
 
@@ -177,17 +177,30 @@ class Eight(Product):
     @torch.no_grad()
     def _measure(self, name: str, x: Tensor, x8: Narrow) -> None:
         """The largest magnitude, and the shares of numbers that were clamped and that became zero."""
-        data, largest = x8.data.float(), torch.finfo(x8.data.dtype).max
-        zero = (data == 0) & (x != 0)
+        largest, scaled = torch.finfo(x8.data.dtype).max, self.recipe == "tensor"
+        counts = x8.scale.new_zeros(2)
+        for some, data in _split(x, x8.data):
+            counts[0] += ((data.float() == 0) & (some != 0)).sum()
+            if scaled:
+                over = (some.float() * x8.scale.reciprocal()).abs() > largest * 1.01  # more than the division rounds
+                counts[1] += over.sum()
         self._note(f"most {name}", most_of(x))
-        self._note(f"underflow {name}", zero.float().mean())
-        if self.recipe == "tensor":
-            over = (x.float() * x8.scale.reciprocal()).abs() > largest * 1.01  # more than the division rounds
-            self._note(f"saturated {name}", over.float().mean())
+        for what, count in zip(("underflow", "saturated") if scaled else ("underflow",), counts, strict=False):
+            self._note(f"{what} {name}", count / max(x.numel(), 1))
 
     @torch.no_grad()
     def _compare(self, name: str, found: Tensor, exact: Tensor) -> None:
         """1 - cosine; two gradients that are both zero, or not finite, say nothing."""
-        a, b = found.flatten().float(), exact.flatten().float()
-        off = 1 - F.cosine_similarity(a, b, 0, eps=0.0)
-        self._note(name, torch.nan_to_num(off, nan=0.0))
+        sums = torch.zeros(3, dtype=torch.float64, device=found.device)
+        for one, other in _split(found, exact):
+            a, b = one.flatten().float(), other.flatten().float()
+            sums += torch.stack([a @ b, a @ a, b @ b])
+        product, *squares = sums
+        off = 1 - product / (squares[0].sqrt() * squares[1].sqrt())
+        self._note(name, torch.nan_to_num(off, nan=0.0).float())
+
+
+def _split(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Their rows in parts that are small enough to be widened: a look is to take little memory."""
+    rows = max(WIDENED // max(matrices[0].shape[1], 1), 1)
+    return zip(*(matrix.split(rows) for matrix in matrices), strict=True)

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.numerics.formats import E4M3 as EMULATED
+from stretto.ops import fp8
 from stretto.ops.fp8 import Eight, can_multiply
 from stretto.ops.heads import project_heads
 from stretto.ops.linear import linear
@@ -392,6 +394,37 @@ def test_what_is_watched() -> None:
     assert 0 <= good["dx"] < 0.003 and 0 <= good["dweight"] < 0.003
     assert small["saturated x"] > 0.5 and small["dweight"] > 0.05 and small["dx"] == good["dx"]
     assert large["underflow x"] > 0.2 and large["dweight"] > 0.03
+
+
+class Widest(TorchDispatchMode):
+    """Notes the most fp32 numbers of a tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple) else (out,):
+            if isinstance(t, Tensor) and t.dtype == torch.float32:
+                self.most = max(self.most, t.numel())
+        return out
+
+
+def test_to_watch_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dout = rand(64, 128, dtype=torch.bfloat16), rand(64, 32, dtype=torch.bfloat16, seed=1)
+    found = []
+    for most in (2**20, 256):
+        monkeypatch.setattr(fp8, "WIDENED", most)
+        product = Eight("tensor")
+        x8, dx8 = (quantize(t, E4M3) for t in (x, dout))
+        with Widest() as widest:
+            product._measure("x", x, x8)
+            product._compare("dx", dx8.data.bfloat16(), dout)
+        assert widest.most == min(most, x.numel())
+        found.append(product.seen)
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_it_can_be_switched_off_and_has_no_tokens() -> None:
