@@ -2,6 +2,7 @@
 
     python -m bench.trainer_jobs                        # everything, about a minute for each job and Trainer
     python -m bench.trainer_jobs --jobs gpt2 --steps 120
+    python -m bench.trainer_jobs --profile              # and where the GPU's time goes, in ten more steps
     python -m bench.trainer_jobs --tiny                 # on a CPU, in seconds
 
 Models are initialised at random from their configurations and kept in fp32, with bf16=True; of the one with LoRA (by
@@ -28,7 +29,10 @@ import torch
 import transformers as hf
 from torch.utils.data import Dataset
 
+from stretto.bench.measure import list_kernels, summarise
+
 PAD, CLS, SEP, MASK, FIRST = 0, 1, 2, 3, 4  # ids; those of words follow
+PROFILED, LISTED = 10, 20  # steps, and the kernels that are named
 CHOICES = {"transformers": "transformers", "stretto": "stretto", "liger": "transformers"}  # and whose Trainer it is
 
 
@@ -147,21 +151,27 @@ def make_tokenizer(vocab: int) -> Any:
 
 
 class Clock(hf.TrainerCallback):
-    """When each step ended. The device is waited for where a measurement begins or ends, and nowhere else."""
+    """When each step ended. The device is waited for where a measurement begins or ends, and nowhere else. The profiler
+    has the steps after the last of these."""
 
     def __init__(self, steps: int) -> None:
         self.times: dict[int, float] = {}
         self.ends = {1, steps - steps // 3, steps}
+        self.profiler: Any = torch.profiler.profile()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if state.global_step in self.ends:
+        if state.global_step in (*self.ends, state.max_steps):
             if torch.cuda.is_available() and not args.use_cpu:
                 torch.cuda.synchronize()
             self.times[state.global_step] = time.perf_counter()
+        if state.global_step == max(self.ends) < state.max_steps:
+            self.profiler.start()
+        elif max(self.ends) < state.global_step == state.max_steps:
+            self.profiler.stop()
 
 
-def run(name: str, which: str, steps: int, tiny: bool) -> dict[str, float]:
-    """One job by one Trainer."""
+def run(name: str, which: str, steps: int, tiny: bool, profiled: int) -> dict[str, Any]:
+    """One job by one Trainer; so many more steps are profiled."""
     if CHOICES[which] == "stretto":
         from stretto.hf import Trainer
     else:
@@ -171,10 +181,11 @@ def run(name: str, which: str, steps: int, tiny: bool) -> dict[str, float]:
     hf.set_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu"):
         model, clock = job.build(tiny), Clock(steps)
-    samples = Samples(job, steps * job.rows, vocab, 16 if tiny else 1)
+    samples = Samples(job, (steps + profiled) * job.rows, vocab, 16 if tiny else 1)
     with tempfile.TemporaryDirectory() as folder:
         args = hf.TrainingArguments(
-            folder, per_device_train_batch_size=job.rows, max_steps=steps, learning_rate=5e-5, warmup_steps=steps // 10,
+            folder, per_device_train_batch_size=job.rows, max_steps=steps + profiled, learning_rate=5e-5,
+            warmup_steps=steps // 10,
             bf16=True, dataloader_num_workers=0 if tiny else 4, logging_steps=max(steps // 6, 1), save_strategy="no",
             report_to=[], disable_tqdm=True, use_cpu=tiny, use_liger_kernel=which == "liger",
         )  # fmt: skip
@@ -182,7 +193,12 @@ def run(name: str, which: str, steps: int, tiny: bool) -> dict[str, float]:
         trainer = Trainer(model=model, args=args, train_dataset=samples, data_collator=collator, callbacks=[clock])
         trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return measure(clock, count_tokens(samples, job.rows, steps), steps) | {"first": losses[0], "last": losses[-1]}
+    found = measure(clock, count_tokens(samples, job.rows, steps), steps) | {"first": losses[0], "last": losses[-1]}
+    if profiled:
+        third = steps // 3
+        step_ms = 1e3 * (clock.times[steps] - clock.times[steps - third]) / third
+        found["profile"] = summarise(list_kernels(clock.profiler), profiled, step_ms)
+    return found
 
 
 def count_tokens(samples: Samples, rows: int, steps: int) -> Callable[[int, int], int]:
@@ -193,7 +209,7 @@ def count_tokens(samples: Samples, rows: int, steps: int) -> Callable[[int, int]
     return lambda begin, end: round(mean * rows * (end - begin))
 
 
-def measure(clock: Clock, tokens: Callable[[int, int], int], steps: int) -> dict[str, float]:
+def measure(clock: Clock, tokens: Callable[[int, int], int], steps: int) -> dict[str, Any]:
     def speed(begin: int, end: int) -> float:
         return tokens(begin, end) / (clock.times[end] - clock.times[begin])
 
@@ -201,18 +217,25 @@ def measure(clock: Clock, tokens: Callable[[int, int], int], steps: int) -> dict
     return {"all": speed(1, steps), "end": speed(steps - steps // 3, steps), "peak_gib": peak}
 
 
-def run_apart(name: str, which: str, steps: int, tiny: bool) -> dict[str, float] | str:
+def run_apart(name: str, which: str, steps: int, tiny: bool, profiled: int) -> dict[str, Any] | str:
     """In a process of its own, so that neither finds what the other has compiled, patched or allocated."""
     command = [sys.executable, "-m", "bench.trainer_jobs", "--only", name, which, "--steps", str(steps)]
-    done = subprocess.run([*command, *(["--tiny"] if tiny else [])], capture_output=True, text=True)
+    flags = [*(["--tiny"] if tiny else []), *(["--profile"] if profiled else [])]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     for line in done.stderr.splitlines():
         if "CUDA graphs" in line:
             print(f"  {line}", flush=True)
-    found: dict[str, float] = json.loads(lines[-1])
+    found: dict[str, Any] = json.loads(lines[-1])
     return found
+
+
+def describe(profile: dict[str, Any]) -> str:
+    times = ", ".join(f"{kind} {ms:.2f}" for kind, ms in profile["breakdown_ms"].items())
+    kernels = [f"    {one['ms']:.3f} ms, {one['calls']:.1f} times: {one['name'][:90]}" for one in profile["kernels"]]
+    return "\n".join([f"  ms a step of the last third: {times}", *kernels[:LISTED]])
 
 
 def find_trainers(name: str) -> list[str]:
@@ -224,29 +247,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="where the GPU's time goes")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--only", nargs=2, metavar=("JOB", "TRAINER"), help=argparse.SUPPRESS)
     given = parser.parse_args()
-    steps = given.steps or (TINY if given.tiny else FULL).steps
+    steps, profiled = given.steps or (TINY if given.tiny else FULL).steps, PROFILED if given.profile else 0
     if given.only:
         import logging
 
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("stretto").setLevel(logging.INFO)
-        print(json.dumps(run(given.only[0], given.only[1], steps, given.tiny)))
+        print(json.dumps(run(given.only[0], given.only[1], steps, given.tiny, profiled)))
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{device}, torch {torch.__version__}, transformers {hf.__version__}, {steps} steps", flush=True)
     print(f"{'job':14} {'Trainer':13} {'all':>9} {'end':>9} {'GiB':>6} {'loss, first to last':>20}", flush=True)
     for name in given.jobs:
         for which in find_trainers(name):
-            found = run_apart(name, which, steps, given.tiny)
+            found = run_apart(name, which, steps, given.tiny, profiled)
             if isinstance(found, str):
                 print(f"{name:14} {which:13} {found}", flush=True)
                 continue
             losses = f"{found['first']:.4f} to {found['last']:.4f}"
             numbers = f"{found['all']:9.0f} {found['end']:9.0f} {found['peak_gib']:6.1f} {losses:>20}"
             print(f"{name:14} {which:13} {numbers}", flush=True)
+            if "profile" in found:
+                print(describe(found["profile"]), flush=True)
 
 
 if __name__ == "__main__":

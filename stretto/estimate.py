@@ -24,6 +24,23 @@ class Estimate:
     passes: float = math.inf  # of an update, over all processes, up to which CUDA graphs can replay it
 
 
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU reaches, in FLOP/s and bytes/s: the rule by which products have 8 bits."""
+
+    bf16: float
+    fp8: float
+    memory: float
+
+    def find_least(self, out: int, inner: int) -> float:
+        """The number of tokens with which a layer's products save as much as rounding costs."""
+        saved = out * inner * (1 / self.bf16 - 1 / self.fp8) - (inner + out) / self.memory
+        return out * inner / self.memory / saved if saved > 0 else math.inf
+
+
+RATES = Rates(680e12, 1200e12, 4.2e12)  # of an H200; for other GPUs only their ratios matter
+
+
 class Section:
     """Of a technique's options."""
 
@@ -128,3 +145,16 @@ class Normless(Section):
 def _make(kind: Any, **options: Any) -> Any:
     """Options of a section, whose fields are known in config.py."""
     return kind(**options)
+
+
+def find_estimate(config: Any) -> Estimate:
+    """What all techniques that are on change together."""
+    on = [value for value in vars(config.techniques).values() if isinstance(value, Section)]
+    found = [Estimate(), *(section.estimate(config.model.layers, config.train.steps) for section in on)]
+    return Estimate(
+        math.prod(each.work for each in found),
+        max((each.narrow for each in found), key=("", "inside", "all").index),
+        all(each.by_module for each in found),
+        all(each.by_token for each in found),
+        min(each.passes for each in found),
+    )

@@ -10,9 +10,10 @@ channels of all keys, U and I outputs of the first product of the MLP and inputs
     the MLP's first product, activation     U + I      (mlp = "product": U; "input": none; relu has only the activation)
     statistics of norms and attention       fp32: n or 2 n numbers, and one a head
 
-Cross attention adds queries and an output, and the keys and values of the encoder's tokens. With block = "input" a
-block keeps only what comes into it. Post-norm blocks keep as much as pre-norm ones: the input of the first product is
-then the output of the norm of the block before.
+Cross attention adds queries and an output, and the keys and values of the encoder's tokens. A product of 8 bits keeps
+its input in one byte, in place of what is in the list; attention's output stays besides, and so does what norms or the
+first product are computed again from. With block = "input" a block keeps only what comes into it. Post-norm blocks keep
+as much as pre-norm ones: the input of the first product is then the output of the norm of the block before.
 
 Only the configuration is imported here: a plan must not wait for torch.
 """
@@ -22,10 +23,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
+from stretto.estimate import RATES
 
 Attention = Literal["dense", "own", "variable"]  # which kernel: see stretto/attention.py
 FP32, KEY = 4, 16  # bytes of a number, and of a key of dropout
@@ -35,6 +38,8 @@ CHUNK_ROWS, CHUNK_BYTES = 8192, 2**31  # of logits, the most that exist at a tim
 WEIGHT_BYTES = {"fp32": 4, "split": 4, "bf16": 2}
 GRADIENT_BYTES = {"fp32": 4, "split": 2, "bf16": 2}
 MOMENT_BYTES = {"fp32": 8, "bf16": 4}
+NARROW_SIDE = 16  # what both sides of a weight with 8-bit products are multiples of
+NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class Way:
     chunk: int = 0  # most rows of logits at a time; 0: as many as the kernel of the loss takes by itself
     shards: int = 1  # processes that weights, gradients and moments are split over
     averages: bool = False  # there is a running mean of the weights
+    # Whose products have 8 bits, where that pays: of no block, of those inside of a stack, or all of all blocks.
+    narrow: Literal["", "inside", "all"] = ""
 
     @property
     def copies(self) -> bool:
@@ -148,9 +155,31 @@ def list_blocks(cfg: ModelConfig) -> list[tuple[str, bool]]:
     return first + [("decoder", True)] * (cfg.decoder_layers or cfg.layers) if both else first
 
 
+def list_products(cfg: ModelConfig, cross: bool) -> dict[str, tuple[int, int]]:
+    """Returns the outputs and inputs of those linear layers of a block that may have 8 bits."""
+    (up, inner), width = mlp_widths(cfg), cfg.width
+    found = {
+        "qkv": (width + 2 * kv_width(cfg), width),
+        "out": (width, width),
+        "up": (up, width),
+        "down": (width, inner),
+    }
+    return found | ({"cross query": (width, width), "cross out": (width, width)} if cross else {})
+
+
+def find_narrow(cfg: ModelConfig, load: Load, way: Way, cross: bool, is_end: bool) -> frozenset[str]:
+    """Returns those that have; `is_end`: of the first or the last block of a stack."""
+    if not way.narrow or (way.narrow == "inside" and is_end):
+        return NOTHING
+    shapes, tokens = list_products(cfg, cross).items(), load.count_tokens(cross)
+    able = [(name, shape) for name, shape in shapes if not any(side % NARROW_SIDE for side in shape)]
+    return frozenset(name for name, shape in able if way.narrow == "all" or tokens > RATES.find_least(*shape))
+
+
 def block_bytes(
-    cfg: ModelConfig, keep: Keep = EVERYTHING, element: int = 2, cross: bool = False, attention: Attention = "dense"
-) -> dict[str, int]:
+    cfg: ModelConfig, keep: Keep = EVERYTHING, element: int = 2, cross: bool = False, attention: Attention = "dense",
+    narrow: frozenset[str] = NOTHING,
+) -> dict[str, int]:  # fmt: skip
     """Returns the bytes that one block keeps for each of its tokens, by role; the keys and values of the encoder's
     tokens are not among them. A kernel for variable lengths reads keys once for each query head."""
     width, kv, (up, inner) = cfg.width, kv_width(cfg), mlp_widths(cfg)
@@ -163,13 +192,20 @@ def block_bytes(
     repeated = 2 * width if attention == "variable" and kv < width else 0
     heads = width * attentions + 2 * kv if keep.qkv == "product" else 0
     relu = cfg.activation == "relu"  # the sign of its activation says all that the product would
+    # The output of a norm stays as it is if the product behind it keeps that, or something is computed again from it.
+    again = {"qkv": keep.qkv == "input", "up": keep.mlp == "input"} | (
+        {"cross query": keep.qkv == "input"} if cross else {}
+    )
+    stays = [name not in narrow or keep.norms == "output" or begins for name, begins in again.items()]
+    eights = len(narrow & again.keys()) - ("up" in narrow and keep.mlp == "input")  # the MLP rounds it once more
+    activation = 1 if "down" in narrow and not relu else element
     return {
         "inputs of norms": norms * width * element if keep.norms == "input" else 0,
-        "outputs of norms": norms * width * element,
+        "outputs of norms": width * (sum(stays) * element + eights),
         "queries, keys, values": (heads + repeated) * element,
-        "attention outputs": attentions * width * element,
+        "attention outputs": width * (attentions * element + len(narrow & {"out", "cross out"})),
         "MLP products": up * element if keep.mlp != "input" and not relu else 0,
-        "MLP activations": inner * element if keep.mlp == "activation" or (keep.mlp == "product" and relu) else 0,
+        "MLP activations": inner * activation if keep.mlp == "activation" or (keep.mlp == "product" and relu) else 0,
         "statistics": FP32 * (norms * numbers + attentions * cfg.heads),
         "words of attention dropout": attentions * words,
     }
@@ -255,19 +291,36 @@ def outside_bytes(cfg: ModelConfig, load: Load, way: Way) -> dict[str, int]:
 
 def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> list[dict[str, int]]:
     """Returns what each block keeps, by role, in the order of the forward pass."""
-    kinds = [(cross, keep) for (_, cross), keep in zip(list_blocks(cfg), keeps, strict=True)]
+    narrow = list_narrow(cfg, load, way)
+    kinds = [(cross, keep, some) for (_, cross), keep, some in zip(list_blocks(cfg), keeps, narrow, strict=True)]
     again = any(keep.block == "input" for keep in keeps)  # then attention drops by these keys, too
     kept = {}
-    for cross, keep in set(kinds):
+    for cross, keep, some in set(kinds):
         tokens = load.count_tokens(cross)
-        per_token = block_bytes(cfg, keep, way.element, cross, load.attention)
+        per_token = block_bytes(cfg, keep, way.element, cross, load.attention, some)
         found = Counter({role: size * tokens for role, size in per_token.items()})
         if cross:  # made by one product for all blocks
             found["queries, keys, values"] += 2 * cfg.width * load.source * way.element
         if cfg.dropout or cfg.activation_dropout or (again and cfg.attention_dropout):
             found["keys of dropout"] += BLOCK_KEYS * KEY
-        kept[cross, keep] = dict(found)
+        kept[cross, keep, some] = dict(found)
     return [kept[kind] for kind in kinds]
+
+
+def list_narrow(cfg: ModelConfig, load: Load, way: Way) -> list[frozenset[str]]:
+    """Returns the products of 8 bits of each block."""
+    stacks = [stack for stack, _ in list_blocks(cfg)]
+    firsts, lasts = ({name: i for i, name in order} for order in (reversed([*enumerate(stacks)]), enumerate(stacks)))
+    ends = {*firsts.values(), *lasts.values()}
+    return [find_narrow(cfg, load, way, cross, i in ends) for i, (_, cross) in enumerate(list_blocks(cfg))]
+
+
+def narrow_bytes(cfg: ModelConfig, load: Load, way: Way) -> int:
+    """Returns the bytes of weights in 8 bits, both ways. Of weights that are split they last for a pass only."""
+    if way.shards > 1:
+        return 0
+    blocks = zip(list_blocks(cfg), list_narrow(cfg, load, way), strict=True)
+    return sum(2 * prod(list_products(cfg, cross)[name]) for (_, cross), some in blocks for name in some)
 
 
 @dataclass(frozen=True)
@@ -284,6 +337,7 @@ class Account:
     least: int  # what there is at the end of a step, whatever blocks keep
     times: dict[str, int] = field(repr=False)  # what there is at each of the times that may be the peak
     average: int = 0  # the running mean of the weights
+    narrow: int = 0  # weights in 8 bits
 
     @property
     def peak(self) -> int:
@@ -320,8 +374,8 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
     outside, each = outside_bytes(cfg, load, way), GRADIENT_BYTES[way.weights]
     weights, moments, gradients = size * WEIGHT_BYTES[way.weights], size * MOMENT_BYTES[way.moments], size * each
     stay = way.micro_batches > 1  # what a backward pass makes is added to them at once, but for tables with two uses
-    average = size * FP32 if way.averages else 0
-    held = weights + moments + average + (gradients if stay else 0) + gathered_bytes(cfg, way)
+    average, narrow = size * FP32 if way.averages else 0, narrow_bytes(cfg, load, way)
+    held = weights + moments + average + narrow + (gradients if stay else 0) + gathered_bytes(cfg, way)
     everything = held + sum(outside.values()) + sum(sum(found.values()) for found in kept)
     stream, table = load.tokens * cfg.width * way.element, cfg.vocab * cfg.width * each
     now = everything + (parts["head"] * each if cfg.classes or not cfg.tied else table)
@@ -330,7 +384,7 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
         tokens = load.count_tokens(cross)
         during.append(now + own[cross] + tokens * work_bytes(cfg, keep, way.element, cross, load.attention))
         now += (0 if stay else -(-own[cross] // way.shards)) - sum(found.values())
-    state = weights + gradients + moments + average
+    state = weights + gradients + moments + average + narrow
     times = {
         "forward pass of the head": everything + head.kept + head.forward,
         "backward pass of the head": everything + head.kept + head.backward,
@@ -352,4 +406,5 @@ def predict(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way) -> Ac
         least=max(list(times.values())[3:]),
         times=times,
         average=average,
+        narrow=narrow,
     )

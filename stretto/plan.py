@@ -12,6 +12,7 @@ from math import prod
 from stretto.config import KEEPING, KERNELS, Config
 from stretto.dial import Choice, Needs, decide, follow, read_options
 from stretto.errors import ConfigError
+from stretto.estimate import find_estimate
 from stretto.memory import Account, Attention, Keep, Load, Way
 
 BYTES_VOCAB, CLASSES = 320, 1000  # of the tokenizer "bytes", rounded up as a run does; and where nobody says
@@ -29,13 +30,13 @@ FILLED = (
 )
 
 
-def find_needs(config: Config, size: int = 0, parts: int = 1, shards: int = 1) -> Needs:
+def find_needs(config: Config, size: int = 0, parts: int = 1, shards: int = 1, has_fp8: bool = True) -> Needs:
     """What decides over the bytes of a step in one process. A micro-batch holds `size`, or what the recipe says; the
-    process has one of `parts` of it, and weights are split over `shards`."""
+    process has one of `parts` of it, and weights are split over `shards`. `has_fp8`: the GPU has 8-bit products."""
     load = find_load(config, -(-(size or find_size(config)[1]) // parts))
     split = prod(config.parallel.axes().values())
     load = replace(load, tokens=-(-load.tokens // split), labels=-(-load.labels // split))
-    return Needs(config.model, load, replace(find_way(config), shards=shards))
+    return Needs(config.model, load, replace(find_way(config, has_fp8), shards=shards))
 
 
 def find_choice(config: Config, needs: Needs, card: int = 0) -> Choice:
@@ -63,13 +64,17 @@ def find_precision(config: Config) -> str:
     return "bf16" if uses_gpu(config) else "fp32"
 
 
-def find_way(config: Config) -> Way:
+def find_way(config: Config, has_fp8: bool = True) -> Way:
     gpu, precision = uses_gpu(config), find_precision(config)
     kernels = config.techniques.find_kernels(gpu)
     weights = "fp32" if kernels is None else kernels.find_weights(gpu, precision)
     moments = "fp32" if kernels is None else kernels.moments
-    averages = config.train.ema > 0
-    return Way(4 if precision == "fp32" else 2, weights, moments, config.train.micro_batches, averages=averages)
+    narrow = find_estimate(config).narrow
+    can = kernels is not None and precision == "bf16" and (narrow == "all" or (gpu and has_fp8))
+    return Way(
+        4 if precision == "fp32" else 2, weights, moments, config.train.micro_batches, averages=config.train.ema > 0,
+        narrow=narrow if can else "",
+    )  # fmt: skip
 
 
 def find_attention(config: Config, length: int) -> Attention:
@@ -144,6 +149,7 @@ def list_parts(account: Account) -> dict[str, int]:
     """The bytes of an account by role."""
     state = {"weights": account.weights, "gradients": account.gradients, "moments": account.moments}
     state |= {"average of weights": account.average} if account.average else {}
+    state |= {"weights in 8 bits": account.narrow} if account.narrow else {}
     kept = {f"kept: {role}": size for role, size in account.activations.items()}
     return state | kept | {"kept: head": account.head.kept, "head, forward pass": account.head.forward}
 

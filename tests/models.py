@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute_later
 
 from stretto.batch import IGNORE, Batch, Counts, Sequences
-from stretto.config import Config, FusedConfig, LeanConfig, ModelConfig, OptimConfig, RopeScaling, TechniquesConfig
+from stretto.config import (
+    Config,
+    Fp8Config,
+    FusedConfig,
+    LeanConfig,
+    ModelConfig,
+    OptimConfig,
+    RopeScaling,
+    TechniquesConfig,
+)
 from stretto.data.packing import find_slots, pack, pad, spread, to_tensor
 from stretto.model import Model, build_model, sites
 from stretto.optim import build_optimizer
@@ -167,10 +176,11 @@ def build(
     fused: FusedConfig | None = None,
     dtype: torch.dtype = torch.float32,
     lean: LeanConfig | None = None,
+    fp8: Fp8Config | None = None,
 ) -> Model:
-    """A model with or without `fused` and `lean`, whose weights every precision holds exactly."""
-    model, precision = build_model(cfg), "bf16" if dtype == torch.bfloat16 else "fp32"
-    apply_techniques(model, TechniquesConfig(fused=fused, lean=lean), DEVICE, precision)
+    """A model with or without these techniques, whose weights every precision holds exactly."""
+    model, precision = build_model(cfg), "bf16" if dtype == torch.bfloat16 or fp8 else "fp32"
+    apply_techniques(model, TechniquesConfig(fused=fused, lean=lean, fp8=fp8), DEVICE, precision)
     materialise(model, cfg, 0, DEVICE)
     with torch.no_grad():  # norms that are not 1 and biases that are not 0
         for i, p in enumerate(model.parameters()):

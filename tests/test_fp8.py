@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -13,19 +14,22 @@ import torch
 
 import stretto
 import stretto.build
-from stretto import checkpoint
+from stretto import checkpoint, plan
 from stretto.batch import Batch, Counts, Sequences, dense_layout
 from stretto.config import Config, build_config
 from stretto.errors import ConfigError
+from stretto.estimate import RATES
+from stretto.memory import list_blocks, list_narrow
 from stretto.mesh import Mesh
 from stretto.ops import round8
 from stretto.ops.fp8 import Eight
 from stretto.ops.round8 import E4M3, MARGIN, Bounds
+from stretto.plan import for_device
 from stretto.precision import autocast
 from stretto.report import read_events
 from stretto.runtime import Runtime
 from stretto.techniques import fp8, open_techniques
-from stretto.techniques.fp8 import LEAST, LOOK, RATES, Fp8
+from stretto.techniques.fp8 import LEAST, LOOK, Fp8
 from stretto.train import train
 from tests.runs import MakeConfig, eval_losses, losses
 
@@ -262,6 +266,42 @@ def test_which_layers_pay(on_gpu: Callable[..., Fp8]) -> None:
     assert {name.split(".")[0] for name in pairs.products} == {"encoder", "decoder"}
     sites = {name.split(".")[2] for name in pairs.products}
     assert sites == {"1", "2", "3", "4"}
+
+
+NAMES = {"attention.qkv": "qkv", "attention.out": "out", "mlp.up": "up", "mlp.down": "down"}
+NAMES |= {"cross.q": "cross query", "cross.out": "cross out"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": {"seq_len": 1024, "batch_size": 32}, "model": {"preset": "gpt2-small", "vocab": 512}},
+        {"data": {"seq_len": 512, "batch_size": 8}, "model": {"preset": "gpt2-medium", "vocab": 512}},
+        {
+            "data": {"task": "translation", "languages": ["en", "de"], "max_tokens": 16384},
+            "model": {"preset": "transformer-big", "vocab": 512},
+        },
+    ],
+    ids=["small", "medium, few tokens", "pairs"],
+)
+def test_the_account_of_memory_knows_the_layers(changes: dict[str, Any], on_gpu: Callable[..., Fp8]) -> None:
+    found = on_gpu(**changes)
+    assert found.model is not None and found.products
+    needs = plan.find_needs(for_device(configure(**changes), gpu=True))
+    blocks = zip(list_blocks(needs.model), list_narrow(needs.model, needs.load, needs.way), strict=True)
+    numbers = Counter[str]()
+    expected = set()
+    for (stack, _), names in blocks:
+        expected |= {(stack, numbers[stack], name) for name in names}
+        numbers[stack] += 1
+    chosen = {(stack, int(i), NAMES[rest]) for stack, _, i, rest in (name.split(".", 3) for name in found.products)}
+    assert chosen == expected
+    layers: list[Any] = [found.model.get_submodule(name) for name in found.products]
+    weights = sum(layer.weight.numel() for layer in layers)
+    account = needs.predict(plan.find_choice(configure(**changes), needs))
+    assert account.narrow == 2 * weights
+    without = replace(needs, way=replace(needs.way, narrow="")).predict(plan.find_choice(configure(**changes), needs))
+    assert without.narrow == 0 and sum(account.kept) < sum(without.kept)
 
 
 def test_what_it_cannot_work_with() -> None:

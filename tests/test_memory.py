@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,8 +17,16 @@ from typer.testing import CliRunner
 import stretto.attention
 from stretto import cli, memory, plan
 from stretto.batch import Batch, Sequences, dense_layout
-from stretto.config import FusedConfig, LeanConfig, ModelConfig, OptimConfig, build_config, build_model_config
-from stretto.memory import Keep, Load, Way, count_parameters, kept_by_blocks, list_blocks, predict
+from stretto.config import (
+    Fp8Config,
+    FusedConfig,
+    LeanConfig,
+    ModelConfig,
+    OptimConfig,
+    build_config,
+    build_model_config,
+)
+from stretto.memory import FP32, Keep, Load, Way, count_parameters, kept_by_blocks, list_blocks, predict
 from stretto.model import build_model
 from stretto.ops import cross_entropy
 from stretto.ops.attention import is_short
@@ -87,9 +96,11 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             yield from find_tensors(part)
 
 
-def count_left(cfg: ModelConfig, options: LeanConfig | None, precision: str, batch: Batch) -> int:
+def count_left(
+    cfg: ModelConfig, options: LeanConfig | None, precision: str, batch: Batch, fp8: Fp8Config | None = None
+) -> int:
     """The bytes that a forward pass has taken from the allocator and not given back."""
-    model = build(cfg, FusedConfig(weights="fp32"), lean=options)
+    model = build(cfg, FusedConfig(weights="fp32"), lean=options, fp8=fp8)
     with autocast(precision, CPU):
         model(batch)  # once before: what is made in a first pass alone is not kept for a backward pass
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -99,9 +110,11 @@ def count_left(cfg: ModelConfig, options: LeanConfig | None, precision: str, bat
     return sum(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
 
 
-def count_saved(cfg: ModelConfig, options: LeanConfig | None, precision: str, batch: Batch) -> int:
+def count_saved(
+    cfg: ModelConfig, options: LeanConfig | None, precision: str, batch: Batch, fp8: Fp8Config | None = None
+) -> int:
     """All that autograd keeps of one pass, other than parameters and the batch. Views of one tensor count once."""
-    model = build(cfg, FusedConfig(weights="fp32"), lean=options)
+    model = build(cfg, FusedConfig(weights="fp32"), lean=options, fp8=fp8)
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *find_tensors(batch))}
     found: dict[int, tuple[int, Tensor]] = {}  # the tensors, too: the memory of one that is gone would be used again
 
@@ -116,20 +129,22 @@ def count_saved(cfg: ModelConfig, options: LeanConfig | None, precision: str, ba
     return sum(size for size, _ in found.values())
 
 
-def count_difference(cfg: ModelConfig, setting: Setting, precision: str, key: str) -> tuple[int, int]:
+def count_difference(
+    cfg: ModelConfig, setting: Setting, precision: str, key: str, fp8: Fp8Config | None = None
+) -> tuple[int, int]:
     """What one more layer adds, counted and by the formula: at autograd's hooks, and at the allocator where these do
     not see everything."""
     batch, load = dense_batch(cfg)
     if cfg.attention_dropout:
         load = replace(load, attention="own")
-    way = Way(2 if precision == "bf16" else 4, "fp32")
+    way = Way(2 if precision == "bf16" else 4, "fp32", narrow="all" if fp8 else "")
     counted, predicted = [], []
     count = count_left if setting.hooked else count_saved
     for layers in (2, 3):
         sizes: dict[str, Any] = {"layers": 2, key: layers}
         deep = replace(cfg, **sizes)
         keeps = [setting.keep] * len(list_blocks(deep))
-        counted.append(count(deep, setting.options, precision, batch))
+        counted.append(count(deep, setting.options, precision, batch, fp8))
         predicted.append(sum(sum(block.values()) for block in kept_by_blocks(deep, load, keeps, way)))
     return counted[1] - counted[0], predicted[1] - predicted[0]
 
@@ -159,6 +174,18 @@ def test_one_more_layer_keeps_what_the_formula_says(name: str, setting: str, pre
         cfg = replace(cfg, decoder_layers=2) if cfg.kind == "encoder-decoder" else cfg
         counted, predicted = count_difference(cfg, SETTINGS[setting], precision, key)
         assert counted == predicted > 0, key
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "vit"])  # whose 15 tokens would be filled up
+def test_one_more_layer_with_products_of_8_bits(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for scales, of four bytes a product; tokens are a multiple of 16, to which factors are filled up."""
+    monkeypatch.setattr(sys.modules[__name__], "ROWS", 16)
+    cfg = replace(MODELS[name], width=32, mlp_width=48)
+    key = "decoder_layers" if cfg.kind == "encoder-decoder" else "layers"
+    counted, predicted = count_difference(cfg, SETTINGS[setting], "bf16", key, Fp8Config(sites="all"))
+    assert 0 <= counted - predicted <= 6 * FP32
+    assert all(memory.list_narrow(cfg, dense_batch(cfg)[1], Way(narrow="all")))
 
 
 @pytest.mark.parametrize("name", MODELS)

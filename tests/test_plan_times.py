@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from stretto.config import Config, TechniquesConfig, build_config
-from stretto.estimate import Section
+from stretto.estimate import Section, find_estimate
 from stretto.hardware import Hardware, read_hardware
 from stretto.parallel import pipeline_costs
 from stretto.parallel.sequence_costs import NVLINK
 from stretto.plan import complete_sizes, find_choice, find_needs
 from stretto.planning.layout import Outcome, change, predict
 from stretto.planning.search import SECTIONS
-from stretto.planning.times import PASSES, Device, Times, find_estimate, find_step, find_work, uses_graphs
+from stretto.planning.times import PASSES, Device, Times, find_step, find_work, uses_graphs
 from stretto.techniques import load_all
 from stretto.techniques.technique import Context
 from tests.runs import explain_graphs

@@ -165,6 +165,11 @@ def profile(contestant: Contestant, num_batches: int, device: torch.device) -> l
         for i in range(num_batches):
             contestant.step(i)
         _wait(device)
+    return list_kernels(profiler)
+
+
+def list_kernels(profiler: Any) -> list[Kernel]:
+    """What the GPU did under a profiler, which has ended."""
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()

@@ -193,8 +193,8 @@ class Eight(Product):
         """1 - cosine; two gradients that are both zero, or not finite, say nothing."""
         sums = torch.zeros(3, dtype=torch.float64, device=found.device)
         for one, other in _split(found, exact):
-            a, b = one.flatten().float(), other.flatten().float()
-            sums += torch.stack([a @ b, a @ a, b @ b])
+            a, b = one.float(), other.float()
+            sums += torch.stack([(a * b).sum(), a.square().sum(), b.square().sum()])
         product, *squares = sums
         off = 1 - product / (squares[0].sqrt() * squares[1].sqrt())
         self._note(name, torch.nan_to_num(off, nan=0.0).float())

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 
 from stretto.config import KERNELS, Config, ParallelConfig
 from stretto.dial import Choice, Needs, find_problem
+from stretto.estimate import find_estimate
 from stretto.hardware import NETWORK, NODE, Hardware
 from stretto.memory import GRADIENT_BYTES, count_block_parameters, count_parameters, list_blocks
 from stretto.parallel.sequence_costs import Link, Share
 from stretto.plan import find_choice, find_needs, find_precision, find_size, uses_gpu
-from stretto.planning.times import Times, find_estimate, find_step, find_work, uses_graphs
+from stretto.planning.times import Times, find_step, find_work, uses_graphs
 
 REACHED = 0.75  # of a link
 HOP, HOP_NETWORK = 3e-6, 1e-5  # seconds of a message to the next GPU
@@ -101,7 +102,7 @@ def predict_process(config: Config, hardware: Hardware, parts: int, team: int) -
         return Outcome(problem=problem)
     shards = hardware.count if sharded else 1
     whole = replace(config, parallel=change(config.parallel, **dict.fromkeys(config.parallel.axes(), 1)))
-    alone, needs = (find_needs(one, size, parts, shards) for one in (whole, config))
+    alone, needs = (find_needs(one, size, parts, shards, hardware.fp8 > 0) for one in (whole, config))
     choice = find_choice(config, needs, hardware.memory)
     again = any(keep.block == "input" for keep in choice.keeps)
     if again and (problem := find_problem(cfg, config.data.layout == "padded")):

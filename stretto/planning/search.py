@@ -17,13 +17,13 @@ from typing import Any, get_args, get_type_hints
 
 from stretto.config import KEEPING, KERNELS, Config, TechniquesConfig, to_toml
 from stretto.errors import ConfigError
-from stretto.estimate import Section
+from stretto.estimate import Section, find_estimate
 from stretto.flops import tokens_per_sample, training_flops
 from stretto.hardware import GPUS, MOST, Hardware, choose_hardware, make_cpu
 from stretto.memory import list_blocks
 from stretto.plan import FILLED, complete_sizes, find_size, find_way, for_device
 from stretto.planning.layout import Outcome, change, list_parallel, predict
-from stretto.planning.times import find_estimate, find_work
+from stretto.planning.times import find_work
 
 MOST_REFINED = 24  # blocks of a model of which each may keep something else: with more of them that takes long
 CLOSE = 0.01  # of a time: what is nearer than that cannot be told apart, and the recipe's own choice is kept

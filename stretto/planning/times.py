@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import prod
 
 from stretto.config import Config, ModelConfig
 from stretto.dial import Choice, Needs, seconds_again
-from stretto.estimate import Estimate, Section
+from stretto.estimate import find_estimate
 from stretto.flops import tokens_per_sample
 from stretto.hardware import Hardware
 from stretto.memory import (
@@ -167,19 +166,6 @@ class Device:
         times = 4 * (1 + half_forward / seen) / (forward * left)
         times += 10 * (1 + half_backward / seen) / (backward * left_backward)
         return pairs * width * times / peak + self.start
-
-
-def find_estimate(config: Config) -> Estimate:
-    """What all techniques that are on change together."""
-    on = [value for value in vars(config.techniques).values() if isinstance(value, Section)]
-    found = [Estimate(), *(section.estimate(config.model.layers, config.train.steps) for section in on)]
-    return Estimate(
-        prod(each.work for each in found),
-        max((each.narrow for each in found), key=("", "inside", "all").index),
-        all(each.by_module for each in found),
-        all(each.by_token for each in found),
-        min(each.passes for each in found),
-    )
 
 
 def find_passes(config: Config, hardware: Hardware, work: Work) -> Times:

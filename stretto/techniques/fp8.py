@@ -10,7 +10,7 @@ have seen in the updates before. So no tensor is read only for its maximum, and 
 first update has none: it takes maxima, and is launched.
 
 Which layers have it is a rule, so that a resumed run and any number of processes choose alike. For T tokens and a
-weight [O, C], with the rates of RATES:
+weight [O, C], with the rates of RATES (estimate.py):
 
     saved   6 T O C (1 / bf16 - 1 / fp8)                      three products
     spent   6 bytes each for x, dout and the weight / memory   read for a scale, read and written both ways
@@ -29,7 +29,6 @@ state too, and the log has a line. CUDA graphs stay: an update that is watched i
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.config import KERNELS, Fp8Config
+from stretto.estimate import RATES
 from stretto.model import build_model, sites
 from stretto.ops.fp8 import FACTORS, Eight, can_multiply
 from stretto.ops.products import Product
@@ -51,23 +51,6 @@ LOOK = 100  # updates between two looks
 GROUPS = 8  # of layers; one of them is watched in a look
 LEAST = 0.98  # cosine of a gradient; rounding to 3 and 2 bits alone gives 0.998
 MEASURED = ("dx", "dweight", "most x", "most dout", "underflow x", "underflow dout", "saturated x", "saturated dout")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a GPU reaches, in FLOP/s and bytes/s."""
-
-    bf16: float
-    fp8: float
-    memory: float
-
-    def find_least(self, out: int, inner: int) -> float:
-        """The number of tokens with which a layer's products save as much as rounding costs."""
-        saved = out * inner * (1 / self.bf16 - 1 / self.fp8) - (inner + out) / self.memory
-        return out * inner / self.memory / saved if saved > 0 else inf
-
-
-RATES = Rates(680e12, 1200e12, 4.2e12)  # of an H200; for other GPUs only their ratios matter
 
 
 class Fp8(Technique):

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 import stretto
 import stretto.hf
+from stretto.estimate import Rates
 from stretto.hf.acceleration import techniques_of
 from stretto.hf.loop import Step
 from stretto.ops.fp8 import Eight
 from stretto.ops.products import Product
 from stretto.optim import FlatAdamW
 from stretto.techniques import fp8
-from stretto.techniques.fp8 import Fp8, Rates
+from stretto.techniques.fp8 import Fp8
 from tests.hf.families import FAMILIES, Batch, accelerated, build, draw_batch
 from tests.hf.observe import replay_and_compare
 

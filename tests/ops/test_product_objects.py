@@ -11,6 +11,7 @@ from torch import Tensor
 from stretto.ops.cross_entropy import linear_cross_entropy
 from stretto.ops.dropout import draw_keys
 from stretto.ops.heads import project_heads
+from stretto.ops.language import INTERPRET
 from stretto.ops.linear import linear
 from stretto.ops.mlp import KEEPS, mlp
 from stretto.ops.products import Kept, Product
@@ -81,7 +82,9 @@ def test_the_same_bits(name: str, dtype: torch.dtype) -> None:
     product = Counting()
     without, with_it = (learn(LAYERS[name], each, dtype) for each in (None, product))
     assert len(without) == len(with_it) >= 4
-    close = dtype == torch.bfloat16 and name == "loss"  # a chunk's dweight is rounded before it is added to the sum
+    # A chunk's dweight is rounded before it is added to the sum; and what a kernel stores in bf16, here the gradient of
+    # relu's bias, the interpreter cuts.
+    close = dtype == torch.bfloat16 and (name == "loss" or (INTERPRET and name.startswith("relu")))
     for one, other in zip(without, with_it, strict=True):
         assert torch.allclose(one, other, rtol=0.02, atol=1e-3) if close else torch.equal(one, other)
     layers = 2 if " " in name else 1
