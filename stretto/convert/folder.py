@@ -240,7 +240,7 @@ def _transformers() -> Any:
         return import_module("transformers")  # only here: it is large, and training needs none of it
     except ImportError as error:
         raise ConfigError(
-            "writing a Hugging Face folder needs transformers: pip install 'transformers>=5.3'"
+            "writing a Hugging Face folder needs transformers: pip install 'transformers>=5.15'"
         ) from error
 
 
