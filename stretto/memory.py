@@ -193,9 +193,9 @@ def block_bytes(
     heads = width * attentions + 2 * kv if keep.qkv == "product" else 0
     relu = cfg.activation == "relu"  # the sign of its activation says all that the product would
     # The output of a norm stays as it is if the product behind it keeps that, or something is computed again from it.
-    again = {"qkv": keep.qkv == "input", "up": keep.mlp == "input"} | (
-        {"cross query": keep.qkv == "input"} if cross else {}
-    )
+    again = {"qkv": keep.qkv == "input", "up": keep.mlp == "input"}
+    if cross:
+        again["cross query"] = keep.qkv == "input"
     stays = [name not in narrow or keep.norms == "output" or begins for name, begins in again.items()]
     eights = len(narrow & again.keys()) - ("up" in narrow and keep.mlp == "input")  # the MLP rounds it once more
     activation = 1 if "down" in narrow and not relu else element
@@ -309,10 +309,10 @@ def kept_by_blocks(cfg: ModelConfig, load: Load, keeps: Sequence[Keep], way: Way
 
 def list_narrow(cfg: ModelConfig, load: Load, way: Way) -> list[frozenset[str]]:
     """Returns the products of 8 bits of each block."""
-    stacks = [stack for stack, _ in list_blocks(cfg)]
-    firsts, lasts = ({name: i for i, name in order} for order in (reversed([*enumerate(stacks)]), enumerate(stacks)))
-    ends = {*firsts.values(), *lasts.values()}
-    return [find_narrow(cfg, load, way, cross, i in ends) for i, (_, cross) in enumerate(list_blocks(cfg))]
+    blocks = list_blocks(cfg)
+    stacks = ["", *(stack for stack, _ in blocks), ""]
+    ends = [len({*stacks[i : i + 3]}) > 1 for i in range(len(blocks))]  # beside a block of another stack, or of none
+    return [find_narrow(cfg, load, way, cross, end) for (_, cross), end in zip(blocks, ends, strict=True)]
 
 
 def narrow_bytes(cfg: ModelConfig, load: Load, way: Way) -> int:

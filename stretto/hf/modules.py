@@ -45,7 +45,7 @@ from stretto.ops.dropout import draw_keys
 from stretto.ops.heads import project_heads, rotate_heads
 from stretto.ops.language import product_dtype, wide
 from stretto.ops.linear import linear, linears
-from stretto.ops.mlp import activate_linear, mlp
+from stretto.ops.mlp import activate_linear, mlp, place_bias
 from stretto.ops.norm import add_norm, norm
 from stretto.ops.products import Product, find_product
 from stretto.techniques.foreign import NormRule
@@ -207,7 +207,7 @@ class ActivatedLinear(Recognised):
 
     def run_parts(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dense, kind = self.child(self.parts.linears[0]), self.parts.activation
-        early, late = (dense.bias, None) if kind == "relu" else (None, dense.bias)  # a sign could turn without a bias
+        early, late = place_bias(kind, dense.bias)
         pre = linear(x.flatten(0, -2), weight_of(dense), early, product_of(dense))
         y = activate(pre, late, kind, 0.0, None, self.stretto_keep)
         y = normalise(y, self.child(self.parts.norm)) if self.parts.norm else y

@@ -135,9 +135,9 @@ def gate_of(x, KIND: tl.constexpr):
         if KIND == "gelu_tanh":
             z = x * tl.fma(x * x, 0.10294324, 2.3022082)  # 2 sqrt(2 / pi) / ln 2 and 0.044715 of it
         elif KIND == "gelu_quick":
-            z = x * 2.4554669
+            z = x * 2.4554669  # 1.702 / ln 2
         else:
-            z = x * 1.4426950
+            z = x * 1.4426950  # 1 / ln 2
         e = exp2(-tl.maximum(z, -115.0))  # stays finite, and so does its product with s
         s = reciprocal(1 + e)
         t = e * s
